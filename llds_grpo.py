@@ -61,6 +61,7 @@ from bisect import bisect_right
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -92,6 +93,7 @@ class Config:
     """Every number of a run. Defaults are for one GPU of 24 GB; "paper" values are from Sec. 6 and App. B.2.1."""
     model: str = knob("Qwen2.5-0.5B", "hub name (Qwen2.5-... means Qwen/Qwen2.5-...) or local folder; paper: 3B and 7B, base and instruct")
     data: str = knob("hotpotqa", "hub sets joined by + (nq+hotpotqa), or local .jsonl/.parquet files; paper: nq+hotpotqa")
+    test_data: str = knob("", "what eval.py asks, in the same form; empty: the paper's seven benchmarks")
     corpus: str = knob("", "passages, .jsonl or .jsonl.gz; empty: HotpotQA's own paragraphs")
     retriever_url: str = knob("", "a Search-R1 retrieval server instead of a corpus; paper: E5 over the 2018 Wikipedia dump")
     out: str = knob("", "run folder; empty: a new one under runs/")
@@ -156,9 +158,9 @@ class Config:
 
 
 # The second set of values: the stand-in world of tests/tiny, whose collapse takes minutes on a laptop.
-TINY = Config(model=str(TINY_DIR), data=str(TINY_DIR / "train.jsonl"), corpus=str(TINY_DIR / "corpus.jsonl"), steps=100,
-              prompt="Question: {question}\n", max_action_tokens=32, max_feedback_tokens=64, max_total_tokens=320,
-              lr=1e-3, weight_decay=0.0, microbatch_tokens=4096)
+TINY = Config(model=str(TINY_DIR), data=str(TINY_DIR / "train.jsonl"), test_data=str(TINY_DIR / "test.jsonl"),
+              corpus=str(TINY_DIR / "corpus.jsonl"), steps=100, prompt="Question: {question}\n", max_action_tokens=32,
+              max_feedback_tokens=64, max_total_tokens=320, lr=1e-3, weight_decay=0.0, microbatch_tokens=4096)
 
 
 # ============================================================================================= protocol: prompt, actions
@@ -167,16 +169,20 @@ TAG = re.compile(r"</?(?:think|search|information|answer)>")
 CLOSING = re.compile(r"</(search|answer)>")
 
 
+@lru_cache
+def control_text(tokenizer) -> re.Pattern:
+    """Matches protocol tags and the tokenizer's added (special) tokens."""
+    return re.compile("|".join([TAG.pattern, *map(re.escape, sorted(tokenizer.get_added_vocab(), key=len, reverse=True))]))
+
+
 def plain(text: str, tokenizer) -> str:
     """`text` (a question or a passage) made harmless: no protocol tag, no special token, only encodable characters.
 
     Retrieved text can then neither close the information block nor become a control token. A tag or token is replaced by
     its letters between spaces, so that no new one can form around the gap.
     """
-    special = sorted(map(re.escape, tokenizer.get_added_vocab()), key=len, reverse=True)
-    pattern = re.compile("|".join([TAG.pattern, *special]))
     text = text.encode("utf-8", "replace").decode("utf-8")
-    return pattern.sub(lambda match: f" {re.sub(r'[^a-z]+', ' ', match.group().lower()).strip()} ", text)
+    return control_text(tokenizer).sub(lambda match: f" {re.sub(r'[^a-z]+', ' ', match.group().lower()).strip()} ", text)
 
 
 def encode_prompt(question: str, tokenizer, cfg: Config) -> list[int]:
@@ -757,6 +763,17 @@ def load_tokenizer(model: str):
         raise InputError(f"cannot load the tokenizer of {model}: {str(error).strip().splitlines()[0]}") from None
 
 
+def resolve(cfg, tokenizer) -> torch.device:
+    """The device; and cfg.chat settled to yes or no."""
+    if cfg.device == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device cuda: this machine has no CUDA device; use --device cpu")
+    if cfg.chat == "auto":
+        cfg.chat = "yes" if "instruct" in cfg.model.lower() else "no"
+    if not tokenizer.chat_template:
+        cfg.chat = "no"
+    return torch.device("cuda" if cfg.device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
 def as_question(row: dict, where: str) -> dict:
     """{"id", "question", "golden_answers"} from a row whose answers are a list, an array, a string or a JSON list in a string."""
     question, golds = row.get("question"), row.get("golden_answers", row.get("answer"))
@@ -808,10 +825,10 @@ def read_jsonl(path):
                 yield number, row
 
 
-def load_hotpotqa(count: int, seed: int) -> tuple[list[dict], list[dict]]:
-    """`count` HotpotQA training questions, drawn by `seed`, and the paragraphs that come with them."""
+def load_hotpotqa(count: int, seed: int, split="train") -> tuple[list[dict], list[dict]]:
+    """`count` HotpotQA questions, drawn by `seed`, and the paragraphs that come with them."""
     from datasets import load_dataset
-    rows = load_dataset("hotpotqa/hotpot_qa", "distractor")["train"].shuffle(seed=seed)
+    rows = load_dataset("hotpotqa/hotpot_qa", "distractor")[split].shuffle(seed=seed)
     rows = rows.select(range(min(count, len(rows))))
     return [as_question(row, f"hotpot_qa, row {n}") for n, row in enumerate(rows, 1)], hotpotqa_corpus(rows)
 
@@ -879,18 +896,12 @@ def questions_of_step(questions: list[dict], step: int, cfg) -> list[dict]:
 def train(cfg: Config, resume: Path | None = None) -> Path:
     """Run GRPO (+ LLDS) and return the run's folder: config.json, metrics.jsonl, checkpoint-STEP/."""
     cfg.check()
-    if cfg.device == "cuda" and not torch.cuda.is_available():
-        raise InputError("--device cuda: this machine has no CUDA device; use --device cpu")
-    device = torch.device("cuda" if cfg.device != "cpu" and torch.cuda.is_available() else "cpu")
     out = resume or run_folder(cfg)
     start = checkpoints(out)[-1] if resume else None
     tokenizer = load_tokenizer(hub_name(cfg.model))
+    device = resolve(cfg, tokenizer)
     policy = load_policy(str(start) if start else hub_name(cfg.model), device)
     reference = load_policy(hub_name(cfg.model), device, trainable=False) if cfg.kl_coef else None
-    if cfg.chat == "auto":
-        cfg.chat = "yes" if "instruct" in cfg.model.lower() else "no"
-    if cfg.chat == "yes" and not tokenizer.chat_template:
-        cfg.chat = "no"
     if cfg.gradient_checkpointing:
         policy.gradient_checkpointing_enable()
         policy.train()                                            # Hugging Face recomputes in train mode only; dropout is 0

@@ -26,7 +26,7 @@ from retriever import BM25Retriever                                             
 
 PEOPLE, FILMS, CITIES, AMBIGUOUS = 150, 300, 40, 0.6
 ONE_HOP, DIRECTOR, TWO_HOP, TEST = 150, 50, 300, 150        # 30 %, 10 %, 60 % of the questions; how many are held out
-STEPS, BATCH, LR, WARMUP = 900, 64, 4e-3, 50
+STEPS, BATCH, LR, WARMUP = 1200, 32, 2e-3, 50
 TAGS = ["<think>", "</think>", "<search>", "</search>", "<information>", "</information>", "<answer>", "</answer>"]
 
 
@@ -103,22 +103,26 @@ def make_tokenizer(words):
 
 def warm_start(policy, tokenizer, cfg, lists, rng):
     """Cross-entropy on the action tokens of demonstrations, a fresh random world for every batch."""
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=LR, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
     for step in range(STEPS):
         world = World(rng, *lists)
         kinds = rng.choices(["one", "director", "two"], [ONE_HOP, DIRECTOR, TWO_HOP], k=BATCH)
         rows = [world.demonstration(rng, kind, rng.choice(world.people if kind == "one" else world.films), tokenizer, cfg) for kind in kinds]
         length = max(len(ids) for ids, _ in rows)
-        ids = torch.tensor([row + [0] * (length - len(row)) for row, _ in rows])
-        labels = torch.tensor([[i if m else -100 for i, m in zip(row, mask)] + [-100] * (length - len(row)) for row, mask in rows])
+        input_ids = torch.tensor([ids + [0] * (length - len(ids)) for ids, _ in rows])                      # (B, T + 1)
+        mask = torch.tensor([mask + [0] * (length - len(mask)) for _, mask in rows])[:, 1:]                 # (B, T)
         optimizer.param_groups[0]["lr"] = LR * min((step + 1) / WARMUP, (STEPS - step) / (STEPS - WARMUP))
-        loss = policy(input_ids=ids, labels=labels).loss
         optimizer.zero_grad()
-        loss.backward()
+        total = 0.0
+        for chosen, length in llds_grpo.microbatches([len(ids) for ids, _ in rows], 4096):
+            logps, _ = llds_grpo.token_logps(policy, input_ids[chosen, :length], mask[chosen, :length - 1])
+            loss = -logps.sum() / mask.sum()
+            loss.backward()
+            total += loss.item()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()
         if step % 50 == 0 or step == STEPS - 1:
-            print(f"warm start, step {step}: loss {loss.item():.3f}", flush=True)
+            print(f"warm start, step {step}: loss {total:.3f}", flush=True)
 
 
 def main(folder: Path):
