@@ -670,7 +670,7 @@ def minibatch_logps(model, batch, with_entropy=False):
 
 
 def update(policy, optimizer, batch, cfg, beta) -> dict:
-    """One optimiser step on a mini-batch. Returns its metrics; a non-finite gradient skips the step.
+    """One optimiser step on a mini-batch. Returns its metrics; a loss or gradient that is not finite skips the step.
 
     Every term of Eq. 6 is a sum over rows divided by counts that do not depend on the policy. The gradient of some rows is
     therefore that of the whole mini-batch's loss with the other rows held constant: micro-batches change no value.
@@ -683,10 +683,11 @@ def update(policy, optimizer, batch, cfg, beta) -> dict:
         loss, _ = total_loss(cfg, logps.index_copy(0, index, new), batch, beta)
         loss.backward()
         logps[rows] = new.detach()
-    norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm)
-    if norm.isfinite():
-        optimizer.step()
     loss, terms = total_loss(cfg, logps, batch, beta)                      # the mini-batch's own value, all rows in place
+    norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm)
+    healthy = bool(norm.isfinite() and loss.isfinite())
+    if healthy:
+        optimizer.step()
     mask, kept = batch["action_ids"] > 0, batch["advantages"] >= 0                                # (B, T), (B,)
     ratio = log_ratio(logps, batch["old_logps"], mask).exp()                                      # (B, T)
     A = batch["advantages"][:, None]                                                              # (B, 1)
@@ -695,7 +696,7 @@ def update(policy, optimizer, batch, cfg, beta) -> dict:
     n_actions = batch["action_ids"][kept].amax(1).sum() if kept.any() else torch.zeros(())
     return {"loss": loss.item(), "llds": terms["llds"].item(), "kl": terms["kl"].item(), "grad_norm": norm.item(),
             "ratio_max": ratio.max().item(), "clip_fraction": (clipped.sum() / mask.sum().clamp(min=1)).item(),
-            "gate_open": (opened.sum() / n_actions.clamp(min=1)).item(), "skipped": int(not norm.isfinite())}
+            "gate_open": (opened.sum() / n_actions.clamp(min=1)).item(), "skipped": int(not healthy)}
 
 
 # =============================================================================================================== metrics
@@ -927,7 +928,7 @@ def train(cfg: Config, resume: Path | None = None) -> Path:
             log.flush()
             bar.set_postfix({k: "-" if row[k] is None else f"{row[k]:.3g}" for k in ("reward", "logp_right", "entropy", "grad_norm")})
             if row["skipped"]:
-                bar.write(f"step {step}: {row['skipped']} of {cfg.updates_per_rollout} updates skipped, their gradient was not finite")
+                bar.write(f"step {step}: {row['skipped']} of {cfg.updates_per_rollout} updates skipped: loss or gradient not finite")
             if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps:
                 save_checkpoint(out, step + 1, policy, tokenizer, optimizer, generator)
     print(summary(history, out))

@@ -1,0 +1,286 @@
+"""Log-probabilities, the training step, files and resuming."""
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import llds_grpo as L
+from worlds import config, tiny_model
+
+
+def trajectory(rng, length, reward, prompt=4):
+    """A random trajectory of two actions with feedback between."""
+    ids = torch.randint(5, 50, (length,), generator=rng).tolist()
+    cut = prompt + (length - prompt) // 3
+    actions = [0] * prompt + [1] * (cut - prompt) + [0] * 3 + [2] * (length - cut - 3)
+    return L.Trajectory({"question": "q"}, ids, actions, [a == 2 for a in actions], [{}, {}], reward=reward)
+
+
+def rollout_batch(cfg, seed=0):
+    rng = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(14, 60, (cfg.group_size * cfg.questions_per_step,), generator=rng).tolist()
+    rows = [trajectory(rng, n, float(i % 3 == 0)) for i, n in enumerate(lengths)]
+    return L.make_minibatches(rows, cfg, torch.device("cpu"))
+
+
+def with_old(model, reference, minibatches):
+    for batch in minibatches:
+        batch["old_logps"], batch["entropy"] = L.minibatch_logps(model, batch, with_entropy=True)
+        batch["ref_logps"], _ = L.minibatch_logps(reference, batch)
+    return minibatches
+
+
+def test_logps_are_log_softmax_at_action_tokens_only():
+    model = tiny_model(151, seed=3)
+    ids, actions = torch.randint(0, 151, (3, 20)), torch.randint(0, 3, (3, 19))
+    logps, entropy = L.token_logps(model, ids, actions, with_entropy=True, chunk=7)
+    full = model(ids[:, :-1]).logits.log_softmax(-1)
+    expected = full.gather(-1, ids[:, 1:, None])[..., 0] * (actions > 0)
+    assert torch.allclose(logps, expected, atol=1e-5)
+    assert torch.allclose(entropy, -(full.exp() * full).sum(-1) * (actions > 0), atol=1e-5)
+    weights = torch.randn(3, 19)
+    grads = [torch.autograd.grad((x * weights).sum(), model.model.layers[0].mlp.up_proj.weight, retain_graph=True)[0] for x in (logps, expected)]
+    assert torch.allclose(*grads, atol=1e-5)
+
+
+def test_logits_that_carry_gradient():
+    # p p m m f f m: the last prompt token and the last feedback token predict, the last token of an action does not
+    mask = torch.tensor([[0, 0, 1, 1, 0, 0, 1]])
+    ids = torch.tensor([[1, 2, 3, 4, 5, 6, 7]])
+    model = tiny_model(11)
+    seen = []
+    model.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]))
+    logps, _ = L.token_logps(model, ids, mask[:, 1:])
+    assert (logps != 0).int().tolist() == [[0, 1, 1, 0, 0, 1]]
+    hidden = model.model(input_ids=ids[:, :-1]).last_hidden_state[0]
+    assert torch.allclose(torch.cat(seen), hidden[[1, 2, 5]], atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
+def test_a_padded_row_equals_the_row_alone(kind, tmp_path):
+    if kind == "gpt2":                                              # absolute positions, and dropout 0.1 by default
+        GPT2LMHeadModel(GPT2Config(vocab_size=60, n_embd=32, n_layer=2, n_head=4, n_positions=64)).save_pretrained(tmp_path)
+        model = L.load_policy(str(tmp_path), torch.device("cpu")).train()
+    else:
+        model = tiny_model(60)
+    alone, _ = L.token_logps(model, torch.tensor([[5, 6, 7, 8]]), torch.tensor([[0, 1, 1]]))
+    padded, _ = L.token_logps(model, torch.tensor([[5, 6, 7, 8, 0, 0, 0], [9, 9, 9, 9, 9, 9, 9]]), torch.tensor([[0, 1, 1, 0, 0, 0], [0, 1, 1, 1, 1, 1]]))
+    assert torch.allclose(alone[0], padded[0, :3], atol=1e-5)
+    again, _ = L.token_logps(model, torch.tensor([[5, 6, 7, 8]]), torch.tensor([[0, 1, 1]]))
+    assert torch.equal(alone, again)                                # no dropout, in train mode either
+
+
+def test_gpt2_rolls_out_too():
+    from worlds import bpe_tokenizer, PASSAGES
+    from retriever import BM25Retriever
+    tokenizer = bpe_tokenizer()
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), n_embd=32, n_layer=2, n_head=4, n_positions=512)).eval()
+    questions = [{"question": "who", "golden_answers": ["x"]}, {"question": "who wrote the harbour", "golden_answers": ["x"]}]
+    cfg = config(max_action_tokens=10, max_total_tokens=300)
+    both = L.rollout(model, tokenizer, questions, BM25Retriever(PASSAGES), cfg, None, 0.0)
+    assert both[0].ids == L.rollout(model, tokenizer, questions[:1], BM25Retriever(PASSAGES), cfg, None, 0.0)[0].ids
+
+
+@pytest.mark.parametrize("objective", ["grpo", "gspo"])
+def test_first_minibatch_has_delta_exactly_zero_and_llds_acts_from_the_second(objective):
+    cfg = config(group_size=4, questions_per_step=4, updates_per_rollout=2, microbatch_tokens=120, objective=objective)
+    model, reference = tiny_model(50, seed=4), tiny_model(50, seed=4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    first, second = with_old(model, reference, rollout_batch(cfg))
+    assert len(first["microbatches"]) > 2
+    a, b = L.update(model, optimizer, first, cfg, 1.0), L.update(model, optimizer, second, cfg, 1.0)
+    assert a["llds"] == 0.0 and a["gate_open"] == 0.0 and a["ratio_max"] == 1.0 and a["kl"] == 0.0 and a["grad_norm"] > 0
+    assert b["llds"] > 0 and 0 < b["gate_open"] <= 1 and b["ratio_max"] != 1.0 and b["kl"] > 0
+
+
+def test_microbatching_changes_no_value():
+    results = []
+    for tokens in (10_000, 150, 1):
+        cfg = config(group_size=4, questions_per_step=4, updates_per_rollout=2, microbatch_tokens=tokens, kl_coef=0.1)
+        model, reference = tiny_model(50, seed=5).double(), tiny_model(50, seed=5).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        metrics = [L.update(model, optimizer, batch, cfg, 0.5) for batch in with_old(model, reference, rollout_batch(cfg))]
+        results.append((metrics, torch.cat([p.flatten() for p in model.parameters()]).detach()))
+    for metrics, weights in results[1:]:
+        assert torch.allclose(weights, results[0][1], atol=1e-5)
+        for ours, theirs in zip(metrics, results[0][0]):
+            for key in ("loss", "llds", "kl", "grad_norm", "ratio_max", "clip_fraction"):
+                assert math.isclose(ours[key], theirs[key], rel_tol=1e-4, abs_tol=1e-6), key
+
+
+def test_microbatches_hold_little_padding():
+    lengths = torch.randint(40, 400, (200,), generator=torch.Generator().manual_seed(0)).tolist()
+    pieces = L.microbatches(lengths, 4096)
+    assert sorted(i for rows, _ in pieces for i in rows) == list(range(200))
+    assert all(len(rows) * length <= 4096 or len(rows) == 1 for rows, length in pieces)
+    assert sum(lengths) > 0.85 * sum(len(rows) * length for rows, length in pieces)
+
+
+def test_gradient_checkpointing_changes_no_value():
+    results = []
+    for enabled in (False, True):
+        cfg = config(group_size=4, questions_per_step=2, updates_per_rollout=1, llds_lambda=0.0)
+        model = tiny_model(50, seed=6)
+        if enabled:
+            model.gradient_checkpointing_enable()
+            model.train()
+        batch, = with_old(model, tiny_model(50, seed=7), rollout_batch(cfg))
+        assert L.update(model, torch.optim.SGD(model.parameters(), lr=0.1), batch, cfg, 1.0)["ratio_max"] == 1.0
+        results.append(torch.cat([p.flatten() for p in model.parameters()]))
+    assert torch.allclose(*results, atol=1e-6)
+
+
+def test_a_poisoned_step_leaves_the_weights_bit_identical():
+    cfg = config(group_size=4, questions_per_step=2, updates_per_rollout=1, llds_lambda=0.0)
+    model = tiny_model(50, seed=8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    batch, = with_old(model, tiny_model(50, seed=8), rollout_batch(cfg))
+    where = (batch["action_ids"] > 0).nonzero()[0]
+    batch["old_logps"][tuple(where)] = float("nan")
+    before = [p.detach().clone() for p in model.parameters()]
+    metrics = L.update(model, optimizer, batch, cfg, 1.0)
+    assert metrics["skipped"] == 1 and all(torch.equal(p, q) for p, q in zip(model.parameters(), before)) and not optimizer.state
+
+
+def test_float32_master_weights_move_at_small_rates(tmp_path):
+    tiny_model(50).to(torch.bfloat16).save_pretrained(tmp_path)
+    model = L.load_policy(str(tmp_path), torch.device("cpu"))
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+
+
+def test_long_action():
+    cfg = config(group_size=2, questions_per_step=1, updates_per_rollout=1, llds_lambda=0.0)
+    rng = torch.Generator().manual_seed(0)
+    rows = [trajectory(rng, 4200, 1.0), trajectory(rng, 30, 0.0)]
+    rows[0].action_ids = [0] * 4 + [1] * 4196
+    model = tiny_model(50, max_position_embeddings=8192)
+    batch, = with_old(model, model, L.make_minibatches(rows, cfg, torch.device("cpu")))
+    assert math.isfinite(L.update(model, torch.optim.SGD(model.parameters(), lr=0.1), batch, cfg, 1.0)["loss"])
+
+
+def test_displacement_probe_restores_weights_and_optimizer():
+    cfg = config(group_size=4, questions_per_step=4, updates_per_rollout=4)
+    model = tiny_model(50, seed=9)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    batches = with_old(model, model, rollout_batch(cfg))
+    L.update(model, optimizer, batches[0], cfg, 1.0)                # gives the optimiser a state
+    before, state = [p.detach().clone() for p in model.parameters()], {k: v["exp_avg"].clone() for k, v in optimizer.state_dict()["state"].items()}
+    rewards = [torch.tensor(r) for r in ([1.0, 0, 0, 1], [1.0, 1, 1, 1], [0.0, 1, 0, 0])]
+    groups = [{"rewards": r, "action_ids": b["action_ids"], "batch": b} for r, b in zip(rewards, batches)]
+    logps_of = lambda g: L.token_logps(model, g["batch"]["input_ids"], g["action_ids"])[0]
+    loss_of = lambda lp, g: L.grpo_loss(lp, lp.detach(), L.group_advantages(g["rewards"][None])[0], g["action_ids"], 4)
+    deltas = L.displacement_probe(groups, logps_of, loss_of, optimizer)
+    assert deltas[1] is None and deltas[0] != 0 and deltas[2] != 0
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before))
+    assert all(torch.equal(v["exp_avg"], state[k]) for k, v in optimizer.state_dict()["state"].items())
+    assert deltas[2] == L.displacement_probe(groups[2:], logps_of, loss_of, optimizer)[0]     # every question from the same weights
+
+
+def test_displacement_probe_by_hand():
+    # logits z = (0, 0), one right response "token 0", one wrong "token 1", A = (1, -1), ratio 1:
+    # L = -(ln p0 - ln p1) / 2 has gradient (-1/2, 1/2); SGD of rate 1 gives z = (1/2, -1/2), ln p0 = -ln(1 + e^-1)
+    z = torch.zeros(2, requires_grad=True)
+    ids = torch.tensor([[1], [1]])
+    group = {"rewards": torch.tensor([1.0, 0.0]), "action_ids": ids}
+    delta, = L.displacement_probe([group], lambda g: z.log_softmax(-1)[:, None], lambda lp, g: L.grpo_loss(lp, lp.detach(), torch.tensor([1.0, -1.0]), ids, 2),
+                                  torch.optim.SGD([z], lr=1.0))
+    assert math.isclose(delta, math.log(2) - math.log(1 + math.exp(-1)), rel_tol=1e-6) and z.tolist() == [0, 0]
+
+
+# ---------------------------------------------------------------------------------------------------------- the program
+
+def run(tmp_path, name, *options):
+    out = tmp_path / name
+    code = L.main(["--out", str(out), "--steps", "4", "--save-every", "2", "--questions-per-step", "4", "--group-size", "3",
+                   "--updates-per-rollout", "2", *options])
+    return out, code
+
+
+def timeless(out):
+    return [{k: v for k, v in row.items() if "second" not in k} for row in L.read_metrics(out)]
+
+
+def test_same_seed_same_run_and_resume_equals_an_uninterrupted_run(tmp_path):
+    whole, code = run(tmp_path, "whole")
+    assert code == 0 and len(timeless(whole)) == 4
+    half, code = run(tmp_path, "half", "--steps", "2")
+    assert code == 0 and timeless(half) == timeless(whole)[:2]
+    with open(half / "metrics.jsonl", "a") as log:                  # a step after the checkpoint, and a torn line
+        log.write('{"step": 2, "reward": 0.5}\n{"step": 3, "rew')
+    assert L.main(["--resume", str(half), "--steps", "4"]) == 0
+    assert timeless(half) == timeless(whole)
+    weights = [L.load_policy(str(L.checkpoints(out)[-1]), torch.device("cpu")).state_dict() for out in (whole, half)]
+    assert all(torch.equal(a, b) for a, b in zip(weights[0].values(), weights[1].values()))
+    assert [p.name for p in L.checkpoints(half)] == ["checkpoint-2", "checkpoint-4"]
+    names = set(json.loads((whole / "metrics.jsonl").read_text().splitlines()[0]))
+    assert names >= {"step", "reward", "logp_right", "logp_wrong", "logp_right_action1", "logp_right_action2", "entropy", "action_tokens", "searches",
+                     "valid_actions", "match_ratio", "grad_norm", "ratio_max", "clip_fraction", "kl", "llds", "gate_open", "beta", "zero_groups",
+                     "truncated", "tokens_per_second"}
+
+
+def test_other_objectives_run(tmp_path):
+    for name, options in {"gspo": ["--objective", "gspo"], "ma": ["--answer-beta", "adaptive"], "plain": ["--llds-lambda", "0", "--updates-per-rollout", "1"],
+                          "nokl": ["--kl-coef", "0"], "token": ["--gate", "token"], "gc": ["--gradient-checkpointing"]}.items():
+        out, code = run(tmp_path, name, "--steps", "1", *options)
+        row, = timeless(out)
+        assert code == 0 and row["skipped"] == 0 and (name != "nokl" or row["kl"] == 0)
+        assert name != "ma" or row["beta"] == min(row["searches"] / 2, 1)
+
+
+@pytest.mark.parametrize("options, message", [
+    (["--updates-per-rollout", "1"], "LLDS never acts"), (["--gate", "chunk"], "action, response, token"), (["--questions-per-step", "5", "--updates-per-rollout", "2"], "multiple"),
+    (["--data", "missing.jsonl"], "no such file"), (["--corpus", "missing.jsonl"], "no such file"), (["--answer-beta", "x"], "adaptive"),
+    (["--model", "nowhere/at/all"], "cannot load"), (["--resume", "nowhere"], "no run"), (["--resume", "x", "--lr", "1"], "--lr"), (["--temperature", "0"], "temperature"),
+    (["--max-total-tokens", "5"], "no room"), (["--group-size", "0"], "at least 1")])
+def test_bad_options_are_one_sentence_and_exit_code_2(options, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert L.main(["--steps", "1", *options]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ") and message in error
+
+
+def test_an_existing_run_is_not_overwritten(tmp_path, capsys):
+    out, _ = run(tmp_path, "a", "--steps", "1")
+    before = (out / "metrics.jsonl").read_text()
+    assert run(tmp_path, "a", "--steps", "1")[1] == 2 and "--resume" in capsys.readouterr().err
+    assert (out / "metrics.jsonl").read_text() == before
+
+
+# -------------------------------------------------------------------------------------------------------------- the file
+
+SOURCE = Path(L.__file__).read_text()
+MATHS = ["group_advantages", "log_ratio", "grpo_loss", "gspo_loss", "kl_penalty", "action_displacement", "displacement_probe",
+         "token_displacement", "llds_loss", "answer_beta", "death_spiral"]
+
+
+def lines_of(name):
+    return re.search(rf"^def {name}\(.*?(?=^\S)", SOURCE + "\nend", re.M | re.S).group(0)
+
+
+@pytest.mark.parametrize("name", MATHS)
+def test_a_pasted_function_runs_alone(name):
+    """Its own lines, those of the helpers its docstring names, and import torch are enough."""
+    space = {}
+    helpers = re.findall(r"Needs (\w+)\.", getattr(L, name).__doc__)
+    exec("import torch\n" + "\n".join(lines_of(n) for n in [*helpers, name]), space)
+    ids, A = torch.tensor([[1, 1, 0, 2]] * 2), torch.tensor([1.0, -1.0])
+    new, old = torch.tensor([[-1.0, -2, -3, -1], [-1.0, -1, -1, -1]]), torch.full((2, 4), -1.2)
+    z = torch.zeros(2, 4, requires_grad=True)
+    arguments = {"group_advantages": (A[None],), "log_ratio": (new, old, ids > 0), "grpo_loss": (new, old, A, ids, 2), "gspo_loss": (new, old, A, ids),
+                 "kl_penalty": (new, old, ids), "action_displacement": (new, old, ids), "token_displacement": (new, old),
+                 "llds_loss": (new, old, A, ids), "answer_beta": (1.5,), "death_spiral": ([{"reward": 0.1, "logp_right": -0.1, "grad_norm": 1.0}] * 30,),
+                 "displacement_probe": ([{"rewards": A.clamp(min=0), "action_ids": ids}], lambda g: z - 1, lambda lp, g: lp.sum(), torch.optim.SGD([z], lr=0.1))}
+    ours, pasted = getattr(L, name)(*arguments[name]), space[name](*arguments[name])
+    assert torch.equal(ours, pasted) if torch.is_tensor(ours) else ours == pasted
+
+
+def test_the_map_in_the_docstring_names_real_functions_and_every_equation_once():
+    rows = [line.split() for line in L.__doc__.splitlines() if re.match(r"    \S.*(Sec\.|Eq\.|App\.|Def\.)", line)]
+    named = [word for row in rows for word in row if re.fullmatch(r"[a-z_]+", word) and callable(getattr(L, word, None))]
+    assert set(MATHS) - {"log_ratio"} | {"total_loss", "rollout", "exact_match", "token_logps"} == set(named)
+    equations = [n for line in L.__doc__.splitlines() if re.match(r"    \S.*(Sec\.|Eq\.|App\.|Def\.)", line) for n in re.findall(r"Eq\. (\d+)", line)]
+    assert sorted(map(int, equations)) == [1, 2, 3, 4, 5, 6, 9, 10]
