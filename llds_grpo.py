@@ -778,9 +778,13 @@ def resolve(cfg, tokenizer) -> torch.device:
 def as_question(row: dict, where: str) -> dict:
     """{"id", "question", "golden_answers"} from a row whose answers are a list, an array, a string or a JSON list in a string."""
     question, golds = row.get("question"), row.get("golden_answers", row.get("answer"))
-    if isinstance(golds, str) and golds.lstrip().startswith("["):
-        golds = json.loads(golds)
-    golds = [golds] if isinstance(golds, str) else list(golds) if golds is not None else []
+    if isinstance(golds, str):
+        try:                                                        # PopQA's form: a JSON list inside a string
+            parsed = json.loads(golds)
+        except ValueError:
+            parsed = None
+        golds = parsed if isinstance(parsed, list) else [golds]
+    golds = [] if golds is None else list(golds)
     golds = [str(gold) for gold in golds if gold is not None]
     if not isinstance(question, str) or not question.strip() or not golds:
         raise InputError(f"{where} needs a question and golden_answers; it has {', '.join(map(str, row)) or 'nothing'}")
@@ -796,7 +800,11 @@ def load_questions(spec: str, splits=("train",)) -> list[dict]:
                 raise InputError(f"--data {name}: there is no such file")
             if name.endswith(".parquet"):
                 from datasets import load_dataset
-                rows = enumerate(load_dataset("parquet", data_files=name, split="train"), 1)
+                from datasets.exceptions import DatasetGenerationError
+                try:
+                    rows = enumerate(load_dataset("parquet", data_files=name, split="train"), 1)
+                except (ValueError, DatasetGenerationError) as error:
+                    raise InputError(f"--data {name} is not a readable parquet file: {str(error).splitlines()[0]}") from None
             else:
                 rows = read_jsonl(name)
             questions += [as_question(row, f"{name}, line {number}") for number, row in rows]
