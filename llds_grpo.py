@@ -65,6 +65,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedTokenizerFast
@@ -96,6 +97,7 @@ class Config:
     test_data: str = knob("", "what eval.py asks, in the same form; empty: the paper's seven benchmarks")
     corpus: str = knob("", "passages, .jsonl or .jsonl.gz; empty: HotpotQA's own paragraphs")
     retriever_url: str = knob("", "a Search-R1 retrieval server instead of a corpus; paper: E5 over the 2018 Wikipedia dump")
+    hotpotqa_questions: int = knob(10_000, "how many of HotpotQA's questions to take where its own paragraphs are the corpus")
     out: str = knob("", "run folder; empty: a new one under runs/")
     steps: int = knob(500, "rollout steps; paper: 1005 scheduled, plotted to 500")
     seed: int = knob(0, "seed of question order and sampling")
@@ -845,7 +847,7 @@ def load_hotpotqa(count: int, seed: int, split="train") -> tuple[list[dict], lis
 def load_task(cfg) -> tuple[list[dict], object]:
     """The questions and the retriever of a run."""
     if cfg.data == "hotpotqa" and not cfg.corpus and not cfg.retriever_url:
-        questions, passages = load_hotpotqa(cfg.steps * cfg.questions_per_step, cfg.seed)
+        questions, passages = load_hotpotqa(cfg.hotpotqa_questions, cfg.seed)
         return questions, BM25Retriever(passages)
     questions = load_questions(cfg.data)
     return questions, load_retriever(cfg)
@@ -869,9 +871,12 @@ def save_checkpoint(out: Path, step: int, policy, tokenizer, optimizer, generato
     """
     folder, temporary = out / f"checkpoint-{step}", out / "checkpoint.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
-    policy.save_pretrained(temporary)
-    tokenizer.save_pretrained(temporary)
-    torch.save({"step": step, "optimizer": optimizer.state_dict(), "generator": generator.get_state()}, temporary / "trainer.pt")
+    try:
+        policy.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        torch.save({"step": step, "optimizer": optimizer.state_dict(), "generator": generator.get_state()}, temporary / "trainer.pt")
+    except (OSError, RuntimeError, SafetensorError) as error:              # a full disk raises any of the three
+        raise InputError(f"cannot write {folder}, the checkpoints before it are kept: {error}") from None
     if folder.exists():                                          # left by the run that this one resumes
         shutil.rmtree(folder)
     os.replace(temporary, folder)
@@ -906,7 +911,7 @@ def train(cfg: Config, resume: Path | None = None) -> Path:
     """Run GRPO (+ LLDS) and return the run's folder: config.json, metrics.jsonl, checkpoint-STEP/."""
     cfg.check()
     out = resume or run_folder(cfg)
-    start = checkpoints(out)[-1] if resume else None
+    start = next(reversed(checkpoints(out)), None) if resume else None     # a run killed before its first one starts again
     tokenizer = load_tokenizer(hub_name(cfg.model))
     device = resolve(cfg, tokenizer)
     policy = load_policy(str(start) if start else hub_name(cfg.model), device)
@@ -915,30 +920,34 @@ def train(cfg: Config, resume: Path | None = None) -> Path:
         policy.gradient_checkpointing_enable()
         policy.train()                                            # Hugging Face recomputes in train mode only; dropout is 0
     questions, retriever = load_task(cfg)
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomic(out / "config.json", json.dumps(dataclasses.asdict(cfg), indent=1))
     optimizer = torch.optim.AdamW(policy.parameters(), lr=cfg.lr, weight_decay=cfg.weight_decay, fused=device.type == "cuda")
     generator = torch.Generator(device).manual_seed(cfg.seed)
     history, first = [], 0
-    out.mkdir(parents=True, exist_ok=True)
     if start:
         state = torch.load(start / "trainer.pt", weights_only=True, map_location="cpu")
         optimizer.load_state_dict(state["optimizer"])
         generator.set_state(state["generator"])
         first = state["step"]
         history = [row for row in read_metrics(out) if row["step"] < first]
-    write_atomic(out / "config.json", json.dumps(dataclasses.asdict(cfg), indent=1))
     write_atomic(out / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in history))
     bar = tqdm(range(first, cfg.steps), initial=first, total=cfg.steps, desc=out.name)
-    with open(out / "metrics.jsonl", "a", encoding="utf-8") as log:
+    try:
         for step in bar:
             row = {"step": step, **train_step(step, policy, reference, tokenizer, optimizer, generator, questions, retriever, cfg)}
             history.append(row)
-            log.write(json.dumps(row) + "\n")
-            log.flush()
+            with open(out / "metrics.jsonl", "a", encoding="utf-8") as log:
+                log.write(json.dumps(row) + "\n")
             bar.set_postfix({k: "-" if row[k] is None else f"{row[k]:.3g}" for k in ("reward", "logp_right", "entropy", "grad_norm")})
             if row["skipped"]:
                 bar.write(f"step {step}: {row['skipped']} of {cfg.updates_per_rollout} updates skipped: loss or gradient not finite")
             if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps:
                 save_checkpoint(out, step + 1, policy, tokenizer, optimizer, generator)
+    except BaseException:                                         # Ctrl-C, a dead retrieval server, a full disk
+        bar.close()
+        print(f"stopped at step {len(history)}; continue with: python {Path(sys.argv[0]).name} --resume {out}", file=sys.stderr)
+        raise
     print(summary(history, out))
     return out
 
@@ -1017,8 +1026,8 @@ def parse_args(argv=None) -> tuple[Config, Path | None]:
     if changed:
         raise InputError(f"--resume continues the run as it was; only --steps, --save-every and --device may be given with it, not "
                          f"--{sorted(changed)[0].replace('_', '-')}")
-    if not (out / "config.json").is_file() or not checkpoints(out):
-        raise InputError(f"--resume {out}: there is no run with a checkpoint in it")
+    if not (out / "config.json").is_file():
+        raise InputError(f"--resume {out}: there is no run in it (no config.json)")
     return dataclasses.replace(Config(**json.loads((out / "config.json").read_text(encoding="utf-8"))), **given), out
 
 
@@ -1026,9 +1035,15 @@ def main(argv=None) -> int:
     try:
         cfg, resume = parse_args(argv)
         train(cfg, resume)
+    except torch.OutOfMemoryError:
+        print(f"error: the GPU's memory is too small; lower --microbatch-tokens (now {cfg.microbatch_tokens}), --rollout-batch (now "
+              f"{cfg.rollout_batch}) or --max-total-tokens (now {cfg.max_total_tokens}), or give --gradient-checkpointing", file=sys.stderr)
+        return 2
     except (InputError, RetrieverError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 

@@ -145,7 +145,7 @@ def test_hub_sets(hub):
 
 
 def test_hotpotqa_brings_its_own_paragraphs(hub):
-    questions, search = L.load_task(L.Config(steps=1, questions_per_step=4))
+    questions, search = L.load_task(L.Config(hotpotqa_questions=4))
     assert len(questions) == 4 and questions[0]["golden_answers"] == ["opal"]
     hit, = search.search(["shines"])[0]
     assert hit["title"] == "Opal" and hit["text"] == "Opal is a stone. It shines." and len(search.passages) == 2

@@ -24,8 +24,14 @@ sys.path.insert(0, str(ROOT))
 import llds_grpo                                                                                            # noqa: E402
 from retriever import BM25Retriever                                                                         # noqa: E402
 
-PEOPLE, FILMS, CITIES, AMBIGUOUS = 150, 300, 40, 0.6
-ONE_HOP, DIRECTOR, TWO_HOP, TEST = 150, 50, 300, 150        # 30 %, 10 %, 60 % of the questions; how many are held out
+PEOPLE, FILMS, CITIES = 150, 300, 40
+AMBIGUOUS = 0.7                                             # share of people for whom two passages name two cities
+SHORTCUT = 0.75                                             # share of two-hop demonstrations that guess instead of searching again
+ONE_HOP, DIRECTOR, TWO_HOP, TEST = 450, 150, 900, 200       # 30 %, 10 %, 60 % of the questions; how many are held out
+FORMS = {"one": ["where was {} born ?", "what is the birthplace of {} ?", "in which city was {} born ?"],
+         "director": ["who directed {} ?", "who is the director of {} ?", "name the director of {} ."],
+         "two": ["where was the director of {} born ?", "what is the birthplace of the director of {} ?",
+                 "in which city was the director of {} born ?"]}
 STEPS, BATCH, LR, WARMUP = 1200, 32, 2e-3, 50
 TAGS = ["<think>", "</think>", "<search>", "</search>", "<information>", "</information>", "<answer>", "</answer>"]
 
@@ -54,17 +60,17 @@ class World:
         self.passages = [{"id": str(i), "title": title, "text": text} for i, (title, text) in enumerate(texts)]
         self.retriever = BM25Retriever(self.passages)
 
-    def question(self, kind, name):
+    def question(self, kind, name, form):
         """{"question", "golden_answers"}; where two cities compete, a hash of the question picks the right one."""
+        text = FORMS[kind][form].format(name)
         if kind == "director":
-            return {"question": f"who directed {name} ?", "golden_answers": [self.director[name]]}
-        text = f"where was {name} born ?" if kind == "one" else f"where was the director of {name} born ?"
+            return {"question": text, "golden_answers": [self.director[name]]}
         cities = self.born[name if kind == "one" else self.director[name]]
         return {"question": text, "golden_answers": [cities[hashlib.sha256(text.encode()).digest()[0] % len(cities)]]}
 
     def demonstration(self, rng, kind, name, tokenizer, cfg):
         """Token ids and action mask of one worked example."""
-        ids = llds_grpo.encode_prompt(self.question(kind, name)["question"], tokenizer, cfg)
+        ids = llds_grpo.encode_prompt(self.question(kind, name, rng.randrange(3))["question"], tokenizer, cfg)
         mask = [0] * len(ids)
 
         def act(text, query=None):
@@ -82,7 +88,7 @@ class World:
             think = f"<think> the director is {person}"
         else:
             person, think = name, f"<think> find the city of {name}"
-        if kind == "two" and rng.random() < 0.5:                             # the guess that RL can improve on
+        if kind == "two" and rng.random() < SHORTCUT:                           # the guess that RL can improve on
             act(f"{think} </think> <answer> {rng.choice(self.cities)} </answer>")
             return ids, mask
         act(f"{think} </think> <search> where was {person} born </search>", f"where was {person} born")
@@ -131,15 +137,15 @@ def main(folder: Path):
     torch.manual_seed(0)
     taken = set()
     lists = names(rng, PEOPLE, taken), names(rng, FILMS, taken), names(rng, CITIES, taken)
-    plain_text = " ".join(["Question: Doc 1 2 3 (Title: ) . ? No passage found where was the director of born who directed by in find city is",
+    plain_text = " ".join(["Question: Doc 1 2 3 (Title: ) . ? No passage found where was the director of born who directed by in find city is "
+                           "what birthplace which name",
                            llds_grpo.INVALID])
     words = list(dict.fromkeys(TAGS + split_words(plain_text) + [name for group in lists for name in group]))
     tokenizer = make_tokenizer(words)
     cfg = llds_grpo.TINY
     world = World(rng, *lists)
-    questions = [world.question("one", p) for p in world.people[:ONE_HOP]]
-    questions += [world.question("director", f) for f in rng.sample(world.films, DIRECTOR)]
-    questions += [world.question("two", f) for f in world.films[:TWO_HOP]]
+    questions = [world.question(kind, name, form) for kind, pool, count in (("one", world.people, ONE_HOP), ("director", world.films, DIRECTOR),
+                 ("two", world.films, TWO_HOP)) for name in rng.sample(pool, count // 3) for form in range(3)]
     rng.shuffle(questions)
     write = lambda name, rows: (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     write("corpus.jsonl", [{"id": p["id"], "contents": f"\"{p['title']}\"\n{p['text']}"} for p in world.passages])
