@@ -14,6 +14,7 @@ belongs to the PREDICTED token input_ids[:, t + 1].
 
     paper                        tensor                     computed by               equation
     y_{i,t}, o_{i,t}             action_ids (B, T)          rollout                   Sec. 3: 0 = prompt or feedback, t+1 = action y_t
+                                 from a 0/1 mask            action_ids_from_mask      the same, for other trainers
     r_i                          rewards (P, G)             exact_match               Sec. 3
     A_i                          advantages (B,)            group_advantages          Sec. 3
     ln pi(y_{i,t,k} | ...)       logps (B, T)               token_logps               Sec. 3
@@ -518,6 +519,16 @@ def action_displacement(logps, old_logps, action_ids):
     change = torch.where(action_ids > 0, logps - old_logps, torch.zeros_like(logps))              # (B, T)
     sums = change.new_zeros(len(change), int(action_ids.max()) + 1)                               # (B, K + 1), column 0: feedback
     return sums.scatter_add(1, action_ids, change)[:, 1:]                                         # (B, K)
+
+
+def action_ids_from_mask(mask):
+    """Sec. 3: action ids for trainers that only keep a 0/1 mask of model-written tokens: 0 outside, 1..K for the k-th run of 1s.
+
+    mask (B, T) -> (B, T). Limit: two actions with no feedback token between them become one, and share one gate of Eq. 4.
+    """
+    mask = mask.bool()                                                                            # (B, T)
+    before = torch.nn.functional.pad(mask[:, :-1], (1, 0))                                        # (B, T)  the token to the left
+    return (mask & ~before).cumsum(1) * mask                                                      # (B, T)
 
 
 def displacement_probe(groups, logps_of, loss_of, optimizer):
