@@ -66,6 +66,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
@@ -143,7 +144,11 @@ class Config:
                      "max_total_tokens", "rollout_batch", "updates_per_rollout", "microbatch_tokens"):
             if getattr(self, name) < 1:
                 raise InputError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
-        if self.temperature <= 0:
+        for name in ("lr", "clip_eps", "max_grad_norm", "kl_coef", "llds_lambda", "weight_decay", "warmup_steps"):
+            lowest = 0 if name in ("kl_coef", "llds_lambda", "weight_decay", "warmup_steps") else 1e-30
+            if not lowest <= getattr(self, name) < float("inf"):
+                raise InputError(f"--{name.replace('_', '-')} must be a number {'of at least' if lowest == 0 else 'above'} 0, not {getattr(self, name)}")
+        if not 0 < self.temperature < float("inf"):
             raise InputError("--temperature must be above 0: GRPO samples from the policy that it trains")
         if self.questions_per_step % self.updates_per_rollout:
             raise InputError(f"--questions-per-step {self.questions_per_step} must be a multiple of --updates-per-rollout "
@@ -153,11 +158,8 @@ class Config:
                              "old and the current policy are the same, Delta is 0 and LLDS never acts; use --llds-lambda 0 otherwise")
         if "{question}" not in self.prompt:
             raise InputError("--prompt must contain {question}")
-        if self.answer_beta != "adaptive":
-            try:
-                float(self.answer_beta)
-            except ValueError:
-                raise InputError(f"--answer-beta must be a number or 'adaptive', not {self.answer_beta!r}") from None
+        if self.answer_beta != "adaptive" and not re.fullmatch(r"0?\.\d+|0|1|1\.0*|0\.", self.answer_beta):
+            raise InputError(f"--answer-beta must be a number from 0 to 1 or 'adaptive', not {self.answer_beta!r}")
 
 
 # The second set of values: the stand-in world of tests/tiny, whose collapse takes minutes on a laptop.
@@ -604,12 +606,38 @@ def answer_beta(mean_searches, v_base=2.0):
 
 
 def death_spiral(history, window=10):
-    """Sec. 5.1 and Def. A.3: which phase a run is in, from a list of metrics dicts (one per step, in order).
+    """Sec. 5.1, Def. A.3: the phase that a run is in, from its metrics (a list of dicts, one per step, in order).
 
-    Returns {"phase": 0..3, "name", "since": step it began or None, "text"}. With means over `window` steps: phase II has
-    begun where the log-likelihood of right responses has fallen below its best so far by ... PLACEHOLDER
+    With l and r the means of logp_right and reward over the last `window` steps [ours: the paper gives no thresholds]:
+    II, steady decay: l is below its best by 0.02 nats per token and by half of |best|, since it last was near its best.
+    III, acceleration: from then on the first step where l fell by 0.1 within a window while r is below its best.
+    I, early stagnation: neither, but r rises while l does not. 0: none of them.
+    Returns {"phase": 0 to 3, "since": first step or None, "spans": [(name, first step, last step)], "text": a sentence}.
     """
-    return {"phase": 0, "name": "healthy", "since": None, "text": "no sign"}
+    def smooth(key):
+        means, last = [], 0.0
+        for i in range(len(history)):
+            values = [row[key] for row in history[max(0, i - window + 1):i + 1] if row[key] is not None]
+            last = sum(values) / len(values) if values else last              # no right response: the last known value
+            means.append(last)
+        return means
+    if len(history) < 2 * window:
+        return {"phase": 0, "since": None, "spans": [], "text": f"too short to judge: the phases need {2 * window} steps"}
+    l, r, steps = smooth("logp_right"), smooth("reward"), range(window - 1, len(history))
+    best, end = max(l[i] for i in steps), len(history) - 1
+    fall = max(0.02, 0.5 * abs(best))
+    if best - l[end] <= fall:
+        if r[end] > r[window - 1] and l[end] <= l[window - 1] + 0.1 * abs(l[window - 1]):
+            return {"phase": 1, "since": 0, "spans": [], "text": "phase I, early stagnation: the reward rises, the likelihood of right responses does not"}
+        return {"phase": 0, "since": None, "spans": [], "text": "no death spiral: the likelihood of right responses has not fallen"}
+    second = max(i for i in steps if l[i] >= best - fall / 4)
+    third = next((i for i in steps if i > second and l[i - window] - l[i] > 0.1 and r[i] < max(r[window - 1:i])), None)
+    if third is None:
+        return {"phase": 2, "since": second, "spans": [("II", second, end)],
+                "text": f"phase II, steady decay, since step {second}: the log-likelihood of right responses fell from {best:.3f} to {l[end]:.3f} per token"}
+    return {"phase": 3, "since": third, "spans": [("II", second, third), ("III", third, end)],
+            "text": f"phase III, acceleration, since step {third} (decay since step {second}): the log-likelihood of right responses fell "
+                    f"from {best:.3f} to {l[end]:.3f} per token, the reward is {r[end]:.3f}, at best {max(r[window - 1:]):.3f}"}
 
 
 # ======================================================================================================== training step
@@ -761,7 +789,7 @@ def load_policy(model: str, device, trainable=True):
                 setattr(config, key, 0.0)
         policy, report = AutoModelForCausalLM.from_pretrained(model, config=config, dtype=torch.float32, use_safetensors=True,
                                                               output_loading_info=True)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except Exception as error:                                    # whatever the library raises, the checkpoint is the cause
         raise InputError(f"cannot load the model {model}: {str(error).strip().splitlines()[0]}") from None
     if report["missing_keys"] or report["unexpected_keys"] or report["mismatched_keys"]:
         wrong = [*report["missing_keys"], *report["unexpected_keys"], *report["mismatched_keys"]]
@@ -773,7 +801,7 @@ def load_tokenizer(model: str):
     """tokenizer.json as it is written; AutoTokenizer would rebuild its rules from the model's architecture."""
     try:
         return PreTrainedTokenizerFast.from_pretrained(model)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:                                    # as above
         raise InputError(f"cannot load the tokenizer of {model}: {str(error).strip().splitlines()[0]}") from None
 
 
@@ -943,6 +971,7 @@ def train(cfg: Config, resume: Path | None = None) -> Path:
         first = state["step"]
         history = [row for row in read_metrics(out) if row["step"] < first]
     write_atomic(out / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in history))
+    warned = death_spiral(history)["phase"] >= 2
     bar = tqdm(range(first, cfg.steps), initial=first, total=cfg.steps, desc=out.name)
     try:
         for step in bar:
@@ -953,6 +982,10 @@ def train(cfg: Config, resume: Path | None = None) -> Path:
             bar.set_postfix({k: "-" if row[k] is None else f"{row[k]:.3g}" for k in ("reward", "logp_right", "entropy", "grad_norm")})
             if row["skipped"]:
                 bar.write(f"step {step}: {row['skipped']} of {cfg.updates_per_rollout} updates skipped: loss or gradient not finite")
+            spiral = death_spiral(history)
+            if spiral["phase"] >= 2 and not warned:                                # App. D: the reward alone is a late signal
+                bar.write(f"warning: {spiral['text']}")
+                warned = True
             if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps:
                 save_checkpoint(out, step + 1, policy, tokenizer, optimizer, generator)
     except BaseException:                                         # Ctrl-C, a dead retrieval server, a full disk
@@ -1021,13 +1054,27 @@ def summary(history: list[dict], out: Path) -> str:
             f"next: python eval.py {out}")
 
 
+class Parser(argparse.ArgumentParser):
+    """Reports a wrong command line in one sentence instead of the whole usage."""
+
+    def error(self, message):
+        raise InputError(f"{message}; see --help")
+
+
+def as_bool(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise ValueError(text)
+    return text.lower() == "true"
+
+
 def parse_args(argv=None) -> tuple[Config, Path | None]:
     """The command line, made from Config: (config, run folder to resume or None)."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False)
     for f in dataclasses.fields(Config):
-        kind = {"bool": lambda text: {"true": True, "false": False}[text.lower()], "int": int, "float": float, "str": str}[f.type]
+        kind = {"bool": as_bool, "int": int, "float": float, "str": str}[f.type]
         extra = {"nargs": "?", "const": True} if f.type == "bool" else {}
-        parser.add_argument("--" + f.name.replace("_", "-"), type=kind, default=argparse.SUPPRESS, help=f.metadata["help"], **extra)
+        parser.add_argument("--" + f.name.replace("_", "-"), type=kind, default=argparse.SUPPRESS, **extra,
+                            help=f.metadata["help"] + (f" (default: {f.default})" if f.name != "prompt" else ""))
     parser.add_argument("--resume", default=argparse.SUPPRESS, metavar="DIR", help="continue the run in DIR from its last checkpoint")
     given = vars(parser.parse_args(argv))
     if "resume" not in given:
@@ -1043,6 +1090,8 @@ def parse_args(argv=None) -> tuple[Config, Path | None]:
 
 
 def main(argv=None) -> int:
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     try:
         cfg, resume = parse_args(argv)
         train(cfg, resume)

@@ -1,0 +1,148 @@
+"""Killed, interrupted, out of disk, damaged files: nothing lost, one clear sentence."""
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import llds_grpo as L
+from worlds import bpe_tokenizer, tiny_model
+
+PROGRAM = str(Path(L.__file__))
+SMALL = ["--steps", "6", "--save-every", "1", "--questions-per-step", "4", "--group-size", "3", "--updates-per-rollout", "2"]
+
+
+def start(*options, **changes):
+    return subprocess.Popen([sys.executable, PROGRAM, *options], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **changes)
+
+
+def wait_for(path, process):
+    while not path.exists() and process.poll() is None:
+        time.sleep(0.01)
+
+
+def timeless(out):
+    return [{k: v for k, v in row.items() if "second" not in k} for row in L.read_metrics(out)]
+
+
+def kill_and_resume(tmp_path, kills, seed):
+    """A run killed with SIGKILL `kills` times at random moments, then finished; and how often a checkpoint was half written."""
+    out, rng, torn = tmp_path / "killed", random.Random(seed), 0
+    options = ["--out", str(out), *SMALL]
+    for _ in range(kills):
+        process = start(*options)
+        wait_for(out / "config.json", process)
+        have = len((out / "metrics.jsonl").read_text().splitlines()) if (out / "metrics.jsonl").exists() else 0
+        time.sleep(rng.uniform(0, 2.0))
+        process.kill()
+        process.communicate()
+        torn += (out / "checkpoint.tmp").exists()
+        options = ["--resume", str(out)]
+    process = start(*options)
+    error = process.communicate()[1]
+    assert process.returncode == 0, error
+    return out, torn
+
+
+def test_killed_at_random_moments_and_resumed_equals_uninterrupted(tmp_path):
+    assert L.main(["--out", str(tmp_path / "whole"), *SMALL]) == 0
+    out, _ = kill_and_resume(tmp_path, kills=4, seed=0)
+    assert timeless(out) == timeless(tmp_path / "whole")
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path):
+    out = tmp_path / "run"
+    process = start("--out", str(out), *SMALL[2:], "--steps", "1000")
+    wait_for(out / "checkpoint-1", process)
+    process.send_signal(signal.SIGINT)
+    error = process.communicate(timeout=60)[1]
+    assert process.returncode == 130 and f"--resume {out}" in error and "Traceback" not in error
+    assert L.main(["--resume", str(out), "--steps", str(len(L.read_metrics(out)) + 1)]) == 0
+
+
+def test_a_full_disk_is_one_sentence_and_keeps_what_was_there(tmp_path):
+    out = tmp_path / "run"
+    assert L.main(["--out", str(out), *SMALL, "--steps", "1"]) == 0
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))        # a file cannot grow above 1 MB
+    process = start("--resume", str(out), "--steps", "3", preexec_fn=limit)
+    error = process.communicate(timeout=120)[1]
+    assert process.returncode == 2 and "cannot write" in error and "checkpoint-2" in error and "Traceback" not in error
+    assert [p.name for p in L.checkpoints(out)] == ["checkpoint-1"]
+    assert L.main(["--resume", str(out), "--steps", "3"]) == 0 and len(L.read_metrics(out)) == 3
+
+
+@pytest.mark.parametrize("out", ["/dev/null/run", "/proc/run"])
+def test_an_unwritable_folder(out, capsys):
+    assert L.main(["--out", out, *SMALL]) == 2
+    assert "error: " in capsys.readouterr().err.splitlines()[-1]
+
+
+# ---------------------------------------------------------------------------------------------------------- damaged files
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    folder = tmp_path / "model"
+    tokenizer = bpe_tokenizer()
+    tiny_model(len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def refused(folder, capsys, *options):
+    assert L.main(["--model", str(folder), "--data", L.TINY.data, "--corpus", L.TINY.corpus, "--steps", "1", *options]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ")
+    return error
+
+
+def test_damaged_models_are_refused(checkpoint, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    weights = checkpoint / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:len(whole) // 2])                              # half downloaded
+    assert "cannot load the model" in refused(checkpoint, capsys)
+    weights.unlink()
+    assert "cannot load the model" in refused(checkpoint, capsys)
+    torch.save({}, checkpoint / "pytorch_model.bin")                          # a pickle is not read
+    assert "cannot load the model" in refused(checkpoint, capsys)
+    weights.write_bytes(whole)
+    settings = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps({**settings, "hidden_size": 64}))          # another shape
+    assert "cannot load the model" in refused(checkpoint, capsys)
+    (checkpoint / "config.json").write_text(json.dumps({**settings, "model_type": "gpt2"}))       # another architecture
+    assert "cannot load the model" in refused(checkpoint, capsys)
+    (checkpoint / "config.json").write_text(json.dumps({**settings, "num_hidden_layers": 3}))     # weights missing
+    assert "cannot load the model" in refused(checkpoint, capsys)
+    (checkpoint / "config.json").write_text(json.dumps(settings))
+    (checkpoint / "tokenizer.json").unlink()
+    assert "tokenizer" in refused(checkpoint, capsys)
+
+
+def test_poisoned_weights_are_refused(checkpoint, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    model = L.load_policy(str(checkpoint), torch.device("cpu"))
+    torch.nn.init.constant_(model.model.norm.weight, float("nan"))
+    model.save_pretrained(checkpoint)
+    assert "not finite" in refused(checkpoint, capsys, "--max-total-tokens", "600", "--questions-per-step", "4")
+
+
+@pytest.mark.parametrize("options", [["--bogus", "1"], ["--steps", "many"], ["--gradient-checkpointing", "maybe"], ["--lr", "-1"], ["--lr", "nan"], ["--step", "3"],
+                                     ["--answer-beta", "2"], ["--clip-eps", "0"], ["--llds-lambda", "-0.1"]])
+def test_wrong_options_are_one_sentence(options, capsys):
+    assert L.main(options) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("error: ") and "\n" not in error and options[0] in error
+
+
+def test_no_pickle_no_remote_code():
+    for name in ("llds_grpo.py", "retriever.py", "eval.py"):
+        source = (Path(PROGRAM).parent / name).read_text()
+        assert "trust_remote_code" not in source and "import pickle" not in source and " eval(" not in source and "exec(" not in source
+        assert source.count("torch.load(") == source.count("weights_only=True")
