@@ -90,19 +90,20 @@ class BM25Retriever:
             raise InputError("BM25Retriever needs at least one passage, the corpus is empty")
         self.passages = passages
         words = [tokenize(f"{p['title']} {p['text']}") for p in passages]
-        self.postings = {}
-        if not any(words):                           # nothing to index: every search is empty
+        self.word_index = {}
+        if not any(words):                                       # nothing to index: every search is empty
             return
         bm25 = LuceneBM25(words)
-        holders, counts = {}, {}
-        for i, frequencies in enumerate(bm25.doc_freqs):
-            for word, count in frequencies.items():
-                holders.setdefault(word, []).append(i)
-                counts.setdefault(word, []).append(count)
+        self.word_index = {word: i for i, word in enumerate(bm25.idf)}
+        idf = np.fromiter(bm25.idf.values(), float)                                               # (V,)
         norm = bm25.k1 * (1 - bm25.b + bm25.b * np.array(bm25.doc_len) / bm25.avgdl)              # (N,)
-        for word in list(holders):
-            ids, tf = np.array(holders.pop(word), dtype=np.int32), np.array(counts.pop(word))
-            self.postings[word] = ids, bm25.idf[word] * (tf * (bm25.k1 + 1) / (tf + norm[ids]))   # as BM25Okapi.get_scores
+        word = np.fromiter((self.word_index[w] for doc in bm25.doc_freqs for w in doc), np.int32)         # one entry per
+        tf = np.fromiter((count for doc in bm25.doc_freqs for count in doc.values()), np.int32)           # word and passage
+        doc = np.repeat(np.arange(len(passages), dtype=np.int32), [len(doc) for doc in bm25.doc_freqs])
+        order = np.argsort(word, kind="stable")                                                   # by word, then corpus order
+        word, tf, self.holders = word[order], tf[order], doc[order]
+        self.gains = idf[word] * (tf * (bm25.k1 + 1) / (tf + norm[self.holders]))                 # as in BM25Okapi.get_scores
+        self.bounds = np.append(0, np.bincount(word).cumsum())                                    # (V + 1,) a word's slice
 
     def search(self, queries: list[str], topk: int = 3) -> list[list[dict]]:
         """The topk passages that hold at least one word of each query, best first, ties in corpus order.
@@ -114,12 +115,13 @@ class BM25Retriever:
         return [self._search(query, topk) for query in queries]
 
     def _search(self, query, topk):
-        hits = [self.postings[word] for word in tokenize(query) if word in self.postings]
-        if not hits:
+        known = [self.word_index[word] for word in tokenize(query) if word in self.word_index]
+        if not known:
             return []
         scores = np.zeros(len(self.passages))                                                     # (N,)
-        for ids, score in hits:
-            scores[ids] += score
+        for i in known:
+            posting = slice(self.bounds[i], self.bounds[i + 1])
+            scores[self.holders[posting]] += self.gains[posting]
         k = min(topk, len(scores))
         kth = np.partition(scores, -k)[-k]                       # every idf is above 0, so a hit's score is too
         best = np.flatnonzero(scores >= kth if kth > 0 else scores > 0)
