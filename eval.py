@@ -15,10 +15,9 @@ import torch
 import transformers
 from tqdm import tqdm
 
-from llds_grpo import (Config, Parser, checkpoints, death_spiral, displacement_probe, group_advantages, grpo_loss, hub_name,
-                       load_hotpotqa, load_policy, load_questions, load_retriever, load_task, load_tokenizer, make_minibatches,
-                       mean, minibatch_logps, microbatch_logps, read_metrics, resolve, rollout)
-from retriever import BM25Retriever, InputError, RetrieverError
+from llds_grpo import (Config, Parser, checkpoints, death_spiral, displacement_probe, grpo_loss, hub_name, load_policy, load_retriever,
+                       load_task, load_tokenizer, make_minibatches, mean, microbatch_logps, minibatch_logps, read_metrics, resolve, rollout)
+from retriever import BM25Retriever, InputError, RetrieverError, load_hotpotqa, load_questions
 
 GENERAL = ["nq", "triviaqa", "popqa"]                                        # Table 1: general QA
 MULTI_HOP = ["hotpotqa", "2wikimultihopqa", "musique", "bamboogle"]          # Table 1: multi-hop QA

@@ -60,7 +60,6 @@ import sys
 import time
 from bisect import bisect_right
 from contextlib import nullcontext
-from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -72,7 +71,7 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedTokenizerFast
 
-from retriever import BM25Retriever, HTTPRetriever, InputError, RetrieverError, hotpotqa_corpus, load_corpus
+from retriever import BM25Retriever, HTTPRetriever, InputError, RetrieverError, load_corpus, load_hotpotqa, load_questions
 
 # ================================================================================================================ config
 
@@ -770,7 +769,7 @@ def rollout_metrics(trajectories, minibatches, cfg) -> dict:
             "truncated": mean([float(t.truncated) for t in trajectories])}
 
 
-# ========================================================================================================== data and files
+# =========================================================================================================== model and files
 
 def hub_name(model: str) -> str:
     """Qwen2.5-0.5B -> Qwen/Qwen2.5-0.5B; a folder or a full hub name stays as it is."""
@@ -814,73 +813,6 @@ def resolve(cfg, tokenizer) -> torch.device:
     if not tokenizer.chat_template:
         cfg.chat = "no"
     return torch.device("cuda" if cfg.device != "cpu" and torch.cuda.is_available() else "cpu")
-
-
-def as_question(row: dict, where: str) -> dict:
-    """{"id", "question", "golden_answers"} from a row whose answers are a list, an array, a string or a JSON list in a string."""
-    question, golds = row.get("question"), row.get("golden_answers", row.get("answer"))
-    if isinstance(golds, str):
-        try:                                                        # PopQA's form: a JSON list inside a string
-            parsed = json.loads(golds)
-        except ValueError:
-            parsed = None
-        golds = parsed if isinstance(parsed, list) else [golds]
-    golds = [] if golds is None else list(golds)
-    golds = [str(gold) for gold in golds if gold is not None]
-    if not isinstance(question, str) or not question.strip() or not golds:
-        raise InputError(f"{where} needs a question and golden_answers; it has {', '.join(map(str, row)) or 'nothing'}")
-    return {"id": str(row.get("id", where)), "question": question.strip(), "golden_answers": golds}
-
-
-def load_questions(spec: str, splits=("train",)) -> list[dict]:
-    """Questions of hub sets ("nq+hotpotqa") or local files ("a.jsonl+b.parquet"); of a hub set the first split that it has."""
-    questions = []
-    for name in spec.split("+"):
-        if Path(name).suffix in (".jsonl", ".json", ".parquet"):
-            if not Path(name).is_file():
-                raise InputError(f"--data {name}: there is no such file")
-            if name.endswith(".parquet"):
-                from datasets import load_dataset
-                from datasets.exceptions import DatasetGenerationError
-                try:
-                    rows = enumerate(load_dataset("parquet", data_files=name, split="train"), 1)
-                except (ValueError, DatasetGenerationError) as error:
-                    raise InputError(f"--data {name} is not a readable parquet file: {str(error).splitlines()[0]}") from None
-            else:
-                rows = read_jsonl(name)
-            questions += [as_question(row, f"{name}, line {number}") for number, row in rows]
-        else:                                              # FlashRAG's collection: id, question, golden_answers per set
-            from datasets import load_dataset
-            sets = load_dataset("RUC-NLPIR/FlashRAG_datasets", name)
-            split = next((s for s in splits if s in sets), None)
-            if split is None:
-                raise InputError(f"--data {name}: the hub set has no {' or '.join(splits)} split, only {', '.join(sets)}")
-            questions += [as_question(row, f"{name} {split}, row {number}") for number, row in enumerate(sets[split], 1)]
-    if not questions:
-        raise InputError(f"--data {spec} holds no question")
-    return questions
-
-
-def read_jsonl(path):
-    """(line number, object) of each line of a .jsonl file."""
-    with open(path, encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                try:
-                    row = json.loads(line)
-                except ValueError:
-                    row = None
-                if not isinstance(row, dict):
-                    raise InputError(f"{path}, line {number} is not a JSON object")
-                yield number, row
-
-
-def load_hotpotqa(count: int, seed: int, split="train") -> tuple[list[dict], list[dict]]:
-    """`count` HotpotQA questions, drawn by `seed`, and the paragraphs that come with them."""
-    from datasets import load_dataset
-    rows = load_dataset("hotpotqa/hotpot_qa", "distractor")[split].shuffle(seed=seed)
-    rows = rows.select(range(min(count, len(rows))))
-    return [as_question(row, f"hotpot_qa, row {n}") for n, row in enumerate(rows, 1)], hotpotqa_corpus(rows)
 
 
 def load_task(cfg) -> tuple[list[dict], object]:

@@ -1,8 +1,10 @@
-"""Passage retrieval for the search agent: BM25 in memory, or a search server over HTTP.
+"""The search agent's data: passages, the two ways to search them, and questions.
 
     load_corpus(path)           passages from a .jsonl or .jsonl.gz file in Search-R1's format
     BM25Retriever(passages)     rank_bm25's Okapi statistics with Lucene's idf, scored through postings
     HTTPRetriever(url)          a client of Search-R1's retrieval server (the paper: E5 over 21 M passages)
+    load_questions(spec)        questions with gold answers from hub sets or local files
+    load_hotpotqa(count, seed)  HotpotQA's questions together with their own paragraphs, from the hub
 
 Both retrievers have one method, search(queries, topk) -> one list of {"id", "title", "text", "score"} per query, best first.
 """
@@ -12,8 +14,8 @@ import math
 import re
 import time
 import unicodedata
-import urllib.error
 import urllib.request
+from pathlib import Path
 
 import numpy as np
 from rank_bm25 import BM25Okapi
@@ -165,3 +167,72 @@ class HTTPRetriever:
         title, text = split_contents(document["contents"])
         return {"id": str(document.get("id", document["contents"])), "title": title, "text": text,
                 "score": float(passage.get("score", 0.0))}
+
+
+# ============================================================================================================ questions
+
+def as_question(row: dict, where: str) -> dict:
+    """{"id", "question", "golden_answers"} from a row whose answers are a list, an array, a string or a JSON list in a string."""
+    question, golds = row.get("question"), row.get("golden_answers", row.get("answer"))
+    if isinstance(golds, str):
+        try:                                                        # PopQA's form: a JSON list inside a string
+            parsed = json.loads(golds)
+        except ValueError:
+            parsed = None
+        golds = parsed if isinstance(parsed, list) else [golds]
+    golds = [] if golds is None else list(golds)
+    golds = [str(gold) for gold in golds if gold is not None]
+    if not isinstance(question, str) or not question.strip() or not golds:
+        raise InputError(f"{where} needs a question and golden_answers; it has {', '.join(map(str, row)) or 'nothing'}")
+    return {"id": str(row.get("id", where)), "question": question.strip(), "golden_answers": golds}
+
+
+def load_questions(spec: str, splits=("train",)) -> list[dict]:
+    """Questions of hub sets ("nq+hotpotqa") or local files ("a.jsonl+b.parquet"); of a hub set the first split that it has."""
+    questions = []
+    for name in spec.split("+"):
+        if Path(name).suffix in (".jsonl", ".json", ".parquet"):
+            if not Path(name).is_file():
+                raise InputError(f"--data {name}: there is no such file")
+            if name.endswith(".parquet"):
+                from datasets import load_dataset
+                from datasets.exceptions import DatasetGenerationError
+                try:
+                    rows = enumerate(load_dataset("parquet", data_files=name, split="train"), 1)
+                except (ValueError, DatasetGenerationError) as error:
+                    raise InputError(f"--data {name} is not a readable parquet file: {str(error).splitlines()[0]}") from None
+            else:
+                rows = read_jsonl(name)
+            questions += [as_question(row, f"{name}, line {number}") for number, row in rows]
+        else:                                              # FlashRAG's collection: id, question, golden_answers per set
+            from datasets import load_dataset
+            sets = load_dataset("RUC-NLPIR/FlashRAG_datasets", name)
+            split = next((s for s in splits if s in sets), None)
+            if split is None:
+                raise InputError(f"--data {name}: the hub set has no {' or '.join(splits)} split, only {', '.join(sets)}")
+            questions += [as_question(row, f"{name} {split}, row {number}") for number, row in enumerate(sets[split], 1)]
+    if not questions:
+        raise InputError(f"--data {spec} holds no question")
+    return questions
+
+
+def read_jsonl(path):
+    """(line number, object) of each line of a .jsonl file."""
+    with open(path, encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                try:
+                    row = json.loads(line)
+                except ValueError:
+                    row = None
+                if not isinstance(row, dict):
+                    raise InputError(f"{path}, line {number} is not a JSON object")
+                yield number, row
+
+
+def load_hotpotqa(count: int, seed: int, split="train") -> tuple[list[dict], list[dict]]:
+    """`count` HotpotQA questions, drawn by `seed`, and the paragraphs that come with them."""
+    from datasets import load_dataset
+    rows = load_dataset("hotpotqa/hotpot_qa", "distractor")[split].shuffle(seed=seed)
+    rows = rows.select(range(min(count, len(rows))))
+    return [as_question(row, f"hotpot_qa, row {n}") for n, row in enumerate(rows, 1)], hotpotqa_corpus(rows)

@@ -89,17 +89,17 @@ def test_load_corpus(tmp_path):
 
 @pytest.mark.parametrize("golds", [["Cobalt", "Co"], np.array(["Cobalt", "Co"], dtype=object), "Cobalt", '["Cobalt","Co"]', ("Cobalt",), ["Cobalt", None]])
 def test_gold_answers_in_any_shape(golds):
-    question = L.as_question({"question": "q", "golden_answers": golds}, "row 1")
+    question = R.as_question({"question": "q", "golden_answers": golds}, "row 1")
     assert L.exact_match("cobalt", question["golden_answers"]) == 1 and L.exact_match("c", question["golden_answers"]) == 0
 
 
 def test_gold_answers_that_are_numbers_or_missing():
-    assert L.as_question({"question": "q", "golden_answers": [5]}, "")["golden_answers"] == ["5"]
-    assert L.as_question({"question": "q", "golden_answers": "[unfinished"}, "")["golden_answers"] == ["[unfinished"]
+    assert R.as_question({"question": "q", "golden_answers": [5]}, "")["golden_answers"] == ["5"]
+    assert R.as_question({"question": "q", "golden_answers": "[unfinished"}, "")["golden_answers"] == ["[unfinished"]
     for row in ({"question": "q", "golden_answers": None}, {"question": "q", "golden_answers": []}, {"question": "q"}, {"golden_answers": ["a"]},
                 {"question": " ", "golden_answers": ["a"]}, {"question": 3, "golden_answers": ["a"]}, {}):
         with pytest.raises(InputError, match="row 9"):
-            L.as_question(row, "row 9")
+            R.as_question(row, "row 9")
 
 
 def test_local_files(tmp_path):
@@ -107,15 +107,15 @@ def test_local_files(tmp_path):
     rows = [{"id": "1", "question": "who?", "golden_answers": ["A", "B"]}, {"id": "2", "question": "where?", "golden_answers": ["C"]}]
     (tmp_path / "q.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "q.parquet")
-    assert L.load_questions(str(tmp_path / "q.jsonl")) == L.load_questions(str(tmp_path / "q.parquet")) == rows
-    assert len(L.load_questions(f"{tmp_path}/q.jsonl+{tmp_path}/q.parquet")) == 4
+    assert R.load_questions(str(tmp_path / "q.jsonl")) == R.load_questions(str(tmp_path / "q.parquet")) == rows
+    assert len(R.load_questions(f"{tmp_path}/q.jsonl+{tmp_path}/q.parquet")) == 4
     for text, message in (("{", "line 1"), ("", "no question"), ('{"question": "q"}', "line 1")):
         (tmp_path / "bad.jsonl").write_text(text)
         with pytest.raises(InputError, match=message):
-            L.load_questions(str(tmp_path / "bad.jsonl"))
+            R.load_questions(str(tmp_path / "bad.jsonl"))
     (tmp_path / "bad.parquet").write_bytes(b"not parquet")
     with pytest.raises(InputError, match="bad.parquet"):
-        L.load_questions(str(tmp_path / "bad.parquet"))
+        R.load_questions(str(tmp_path / "bad.parquet"))
 
 
 @pytest.fixture
@@ -138,10 +138,10 @@ def hub(monkeypatch):
 
 
 def test_hub_sets(hub):
-    assert [q["question"] for q in L.load_questions("nq+hotpotqa")] == ["nq train?", "hotpotqa train?"]
-    assert [L.load_questions(n, ("test", "dev"))[0]["question"] for n in ("nq", "popqa", "hotpotqa")] == ["nq test?", "popqa test?", "hotpotqa dev?"]
+    assert [q["question"] for q in R.load_questions("nq+hotpotqa")] == ["nq train?", "hotpotqa train?"]
+    assert [R.load_questions(n, ("test", "dev"))[0]["question"] for n in ("nq", "popqa", "hotpotqa")] == ["nq test?", "popqa test?", "hotpotqa dev?"]
     with pytest.raises(InputError, match="popqa.*only test"):
-        L.load_questions("popqa")
+        R.load_questions("popqa")
 
 
 def test_hotpotqa_brings_its_own_paragraphs(hub):

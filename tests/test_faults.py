@@ -1,6 +1,5 @@
 """Killed, interrupted, out of disk, damaged files: nothing lost, one clear sentence."""
 import json
-import os
 import random
 import resource
 import signal
@@ -39,7 +38,6 @@ def kill_and_resume(tmp_path, kills, seed):
     for _ in range(kills):
         process = start(*options)
         wait_for(out / "config.json", process)
-        have = len((out / "metrics.jsonl").read_text().splitlines()) if (out / "metrics.jsonl").exists() else 0
         time.sleep(rng.uniform(0, 2.0))
         process.kill()
         process.communicate()

@@ -2,7 +2,6 @@
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -48,7 +47,7 @@ def test_trl(tmp_path, monkeypatch):
     trl = pytest.importorskip("trl")
     from datasets import Dataset
     module = readme_code("trl_llds.py", tmp_path, monkeypatch)
-    seen, values = [], []
+    seen = []
 
     class Checked(module.LLDSGRPOTrainer):
         def _generate_and_score_completions(self, inputs):
