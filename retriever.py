@@ -40,22 +40,34 @@ def split_contents(contents: str) -> tuple[str, str]:
     return (title.strip().strip('"'), text.strip()) if newline else ("", contents.strip())
 
 
+def read_jsonl(path):
+    """(line number, object) of each line of a .jsonl or .jsonl.gz file. Raises InputError that names file and line."""
+    try:
+        with (gzip.open if str(path).endswith(".gz") else open)(path, "rt", encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    try:
+                        row = json.loads(line)
+                    except ValueError:
+                        row = None
+                    if not isinstance(row, dict):
+                        raise InputError(f"{path}, line {number} is not a JSON object")
+                    yield number, row
+    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
+        raise InputError(f"{path} is not a whole UTF-8 text file (or its gzip): {error}") from None
+
+
 def load_corpus(path: str) -> list[dict]:
     """Passages {"id", "title", "text"} from a .jsonl or .jsonl.gz file with lines {"id", "contents": "\\"Title\\"\\ntext"}.
 
     Raises InputError that names the file and line of an unusable passage, or the file when it holds none.
     """
     passages = []
-    with (gzip.open if str(path).endswith(".gz") else open)(path, "rt", encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-                title, text = split_contents(row["contents"])
-            except (ValueError, KeyError, TypeError, AttributeError):
-                raise InputError(f'{path}, line {number}: a passage must be a JSON object {{"id", "contents"}}') from None
-            passages.append({"id": str(row.get("id", number - 1)), "title": title, "text": text})
+    for number, row in read_jsonl(path):
+        if not isinstance(row.get("contents"), str):
+            raise InputError(f'{path}, line {number}: a passage must be {{"id", "contents"}} with a text as its contents')
+        title, text = split_contents(row["contents"])
+        passages.append({"id": str(row.get("id", number - 1)), "title": title, "text": text})
     if not passages:
         raise InputError(f"{path}: the corpus holds no passage")
     return passages
@@ -206,7 +218,10 @@ def load_questions(spec: str, splits=("train",)) -> list[dict]:
             questions += [as_question(row, f"{name}, line {number}") for number, row in rows]
         else:                                              # FlashRAG's collection: id, question, golden_answers per set
             from datasets import load_dataset
-            sets = load_dataset("RUC-NLPIR/FlashRAG_datasets", name)
+            try:
+                sets = load_dataset("RUC-NLPIR/FlashRAG_datasets", name)
+            except ValueError as error:                    # no such set in the collection
+                raise InputError(f"--data {name}: {str(error).splitlines()[0]}") from None
             split = next((s for s in splits if s in sets), None)
             if split is None:
                 raise InputError(f"--data {name}: the hub set has no {' or '.join(splits)} split, only {', '.join(sets)}")
@@ -214,20 +229,6 @@ def load_questions(spec: str, splits=("train",)) -> list[dict]:
     if not questions:
         raise InputError(f"--data {spec} holds no question")
     return questions
-
-
-def read_jsonl(path):
-    """(line number, object) of each line of a .jsonl file."""
-    with open(path, encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                try:
-                    row = json.loads(line)
-                except ValueError:
-                    row = None
-                if not isinstance(row, dict):
-                    raise InputError(f"{path}, line {number} is not a JSON object")
-                yield number, row
 
 
 def load_hotpotqa(count: int, seed: int, split="train") -> tuple[list[dict], list[dict]]:

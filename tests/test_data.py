@@ -80,6 +80,11 @@ def test_load_corpus(tmp_path):
         (tmp_path / "bad.jsonl").write_text(lines[0] + "\n" + bad)
         with pytest.raises(InputError, match="line 2"):
             load_corpus(tmp_path / "bad.jsonl")
+    (tmp_path / "latin.jsonl").write_bytes('{"contents": "caf\u00e9"}'.encode("latin-1"))
+    (tmp_path / "half.jsonl.gz").write_bytes((tmp_path / "c.jsonl.gz").read_bytes()[:-20])
+    for name in ("latin.jsonl", "half.jsonl.gz"):
+        with pytest.raises(InputError, match=name):
+            load_corpus(tmp_path / name)
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(InputError, match="no passage"):
         load_corpus(tmp_path / "empty.jsonl")
