@@ -115,7 +115,7 @@ class Config:
     max_action_tokens: int = knob(500, "tokens per action; paper: 500")
     max_feedback_tokens: int = knob(500, "tokens per feedback block; paper: 500")
     max_total_tokens: int = knob(4096, "tokens of prompt, actions and feedback together; paper: 4096")
-    rollout_batch: int = knob(160, "rows sampled at a time")
+    rollout_batch: int = knob(80, "rows sampled at a time; changes memory and speed")
     # objective
     objective: str = knob("grpo", "grpo (Eq. 1) or gspo (Sec. 6.1)")
     clip_eps: float = knob(0.2, "eps of Eq. 1; paper: 0.2")
@@ -129,26 +129,25 @@ class Config:
     warmup_steps: int = knob(10, "rollout steps of linear warm-up; official: 28.5 %% of 1005")
     weight_decay: float = knob(0.01, "AdamW weight decay; official: 0.01")
     max_grad_norm: float = knob(1.0, "gradient clipping; official: 1.0")
-    microbatch_tokens: int = knob(16384, "tokens per forward and backward pass; changes memory and speed, no value")
+    microbatch_tokens: int = knob(4096, "tokens per forward and backward pass; changes memory and speed, no value")
     gradient_checkpointing: bool = knob(False, "recompute activations in the backward pass: less memory, more time")
 
     def check(self) -> None:
         """Raises InputError for a setting that cannot work."""
-        for name in ("gate", "objective", "device", "chat"):
-            choices = {"gate": ("action", "response", "token"), "objective": ("grpo", "gspo"),
-                       "device": ("auto", "cpu", "cuda"), "chat": ("auto", "yes", "no")}[name]
-            if getattr(self, name) not in choices:
-                raise InputError(f"--{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}")
-        for name in ("steps", "save_every", "group_size", "questions_per_step", "max_turns", "topk", "max_action_tokens",
-                     "max_total_tokens", "rollout_batch", "updates_per_rollout", "microbatch_tokens"):
-            if getattr(self, name) < 1:
-                raise InputError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
-        for name in ("lr", "clip_eps", "max_grad_norm", "kl_coef", "llds_lambda", "weight_decay", "warmup_steps"):
-            lowest = 0 if name in ("kl_coef", "llds_lambda", "weight_decay", "warmup_steps") else 1e-30
-            if not lowest <= getattr(self, name) < float("inf"):
-                raise InputError(f"--{name.replace('_', '-')} must be a number {'of at least' if lowest == 0 else 'above'} 0, not {getattr(self, name)}")
-        if not 0 < self.temperature < float("inf"):
-            raise InputError("--temperature must be above 0: GRPO samples from the policy that it trains")
+        choices = {"gate": ("action", "response", "token"), "objective": ("grpo", "gspo"), "device": ("auto", "cpu", "cuda"),
+                   "chat": ("auto", "yes", "no")}
+        positive = ("lr", "clip_eps", "max_grad_norm", "temperature")
+        not_negative = ("kl_coef", "llds_lambda", "weight_decay", "warmup_steps", "seed")
+        for f in dataclasses.fields(self):
+            value, option = getattr(self, f.name), "--" + f.name.replace("_", "-")
+            if value not in choices.get(f.name, (value,)):
+                raise InputError(f"{option} must be one of {', '.join(choices[f.name])}, not {value!r}")
+            if f.name in positive and not 0 < value < float("inf"):
+                raise InputError(f"{option} must be a number above 0, not {value}")
+            if f.name in not_negative and not 0 <= value < float("inf"):
+                raise InputError(f"{option} must be a number of at least 0, not {value}")
+            if f.type == "int" and f.name not in not_negative and value < 1:
+                raise InputError(f"{option} must be at least 1, not {value}")
         if self.questions_per_step % self.updates_per_rollout:
             raise InputError(f"--questions-per-step {self.questions_per_step} must be a multiple of --updates-per-rollout "
                              f"{self.updates_per_rollout}: a mini-batch holds whole groups")
@@ -164,7 +163,7 @@ class Config:
 # The second set of values: the stand-in world of tests/tiny, whose collapse takes minutes on a laptop.
 TINY = Config(model=str(TINY_DIR), data=str(TINY_DIR / "train.jsonl"), test_data=str(TINY_DIR / "test.jsonl"),
               corpus=str(TINY_DIR / "corpus.jsonl"), steps=100, prompt="Question: {question}\n", max_action_tokens=32,
-              max_feedback_tokens=64, max_total_tokens=320, lr=1e-3, weight_decay=0.0, microbatch_tokens=4096)
+              max_feedback_tokens=64, max_total_tokens=320, rollout_batch=160, lr=1e-3, weight_decay=0.0)
 
 
 # ============================================================================================= protocol: prompt, actions

@@ -235,7 +235,7 @@ def test_other_objectives_run(tmp_path):
     (["--updates-per-rollout", "1"], "LLDS never acts"), (["--gate", "chunk"], "action, response, token"), (["--questions-per-step", "5", "--updates-per-rollout", "2"], "multiple"),
     (["--data", "missing.jsonl"], "no such file"), (["--corpus", "missing.jsonl"], "no such file"), (["--answer-beta", "x"], "adaptive"),
     (["--model", "nowhere/at/all"], "cannot load"), (["--resume", "nowhere"], "no run"), (["--resume", "x", "--lr", "1"], "--lr"), (["--temperature", "0"], "temperature"),
-    (["--max-total-tokens", "5"], "no room"), (["--group-size", "0"], "at least 1")])
+    (["--max-total-tokens", "5"], "no room"), (["--group-size", "0"], "at least 1"), (["--max-turns", "-1"], "at least 1"), (["--seed", "-1"], "at least 0")])
 def test_bad_options_are_one_sentence_and_exit_code_2(options, message, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert L.main(["--steps", "1", *options]) == 2
