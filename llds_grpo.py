@@ -715,6 +715,7 @@ def update(policy, optimizer, batch, cfg, beta) -> dict:
     therefore that of the whole mini-batch's loss with the other rows held constant: micro-batches change no value.
     """
     optimizer.zero_grad()
+    policy.train()                                                         # checkpointing needs it; dropout is 0 throughout
     logps = batch["old_logps"].clone()                                                            # (B, T)
     for rows, length in batch["microbatches"]:
         new, _ = microbatch_logps(policy, batch, rows, length)                                    # (b, T)
@@ -888,7 +889,6 @@ def train(cfg: Config, resume: Path | None = None) -> Path:
     reference = load_policy(hub_name(cfg.model), device, trainable=False) if cfg.kl_coef else None
     if cfg.gradient_checkpointing:
         policy.gradient_checkpointing_enable()
-        policy.train()                                            # Hugging Face recomputes in train mode only; dropout is 0
     questions, retriever = load_task(cfg)
     out.mkdir(parents=True, exist_ok=True)
     write_atomic(out / "config.json", json.dumps(dataclasses.asdict(cfg), indent=1))
@@ -934,6 +934,7 @@ def train_step(step, policy, reference, tokenizer, optimizer, generator, questio
         group["lr"] = cfg.lr * min(1.0, (step + 1) / cfg.warmup_steps) if cfg.warmup_steps else cfg.lr
     chosen = [q for q in questions_of_step(questions, step, cfg) for _ in range(cfg.group_size)]  # G neighbours per question
     trajectories = []
+    policy.eval()                                                 # with checkpointing, train mode would drop the cache
     for i in range(0, len(chosen), cfg.rollout_batch):
         with autocast(policy.device):
             trajectories += rollout(policy, tokenizer, chosen[i:i + cfg.rollout_batch], retriever, cfg, generator)
