@@ -277,16 +277,16 @@ class Context:
         self.model, self.cache = model, DynamicCache(config=model.config)
         parameters = inspect.signature(model.forward).parameters
         self.cache_name = "cache" if "cache" in parameters else "past_key_values"     # renamed in transformers 5.24
-        self.mask = torch.zeros(rows, 0, dtype=torch.long, device=model.device)                   # (b, S) 1 = real token
+        self.mask = torch.zeros(rows, 0, dtype=torch.long, device=model.device)     # (b, S) 1 = real token
 
     def feed(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Append ids (b, w), whose real tokens (mask 1) stand left; next-token logits (b, V) after each row's last one."""
-        past = self.mask.sum(1, keepdim=True)                                                     # (b, 1)
-        self.mask = torch.cat([self.mask, mask], 1)                                               # (b, S + w)
-        positions = past + torch.arange(ids.shape[1], device=ids.device)                          # (b, w)
+        past = self.mask.sum(1, keepdim=True)                                       # (b, 1)
+        self.mask = torch.cat([self.mask, mask], 1)                                 # (b, S + w)
+        positions = past + torch.arange(ids.shape[1], device=ids.device)            # (b, w)
         hidden = self.model.base_model(input_ids=ids, attention_mask=self.mask, position_ids=positions, use_cache=True,
-                                       **{self.cache_name: self.cache}).last_hidden_state         # (b, w, H)
-        last = (mask.sum(1) - 1).clamp(min=0)                                                     # (b,)
+                                       **{self.cache_name: self.cache}).last_hidden_state  # (b, w, H)
+        last = (mask.sum(1) - 1).clamp(min=0)                                       # (b,)
         return self.model.get_output_embeddings()(hidden[torch.arange(len(last)), last]).float()  # (b, V)
 
     def keep(self, rows: list[int]) -> None:
@@ -306,7 +306,7 @@ class ActionEnd:
         size = model.get_output_embeddings().weight.shape[0]
         names = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
         ends = [i in self.eos or (i < len(names) and names[i] is not None and ">" in names[i]) for i in range(size)]
-        self.may_end = torch.tensor(ends, device=model.device)      # (V,) only such tokens can complete a tag, however it is split
+        self.may_end = torch.tensor(ends, device=model.device)                      # (V,) only such tokens can complete a tag, however it is split
 
     def __call__(self, ids: list[int]) -> bool:
         return ids[-1] in self.eos or bool(CLOSING.search(self.tokenizer.decode(ids)))
@@ -314,14 +314,14 @@ class ActionEnd:
 
 def sample_actions(context, logits, limits, end, temperature, generator) -> list[list[int]]:
     """One action per row, token by token. limits: tokens allowed per row (>= 1). temperature 0 is greedy."""
-    sampled = torch.full((len(limits), max(limits)), -1, device=logits.device)                    # (b, most)
-    limits = torch.tensor(limits, device=logits.device)                                           # (b,)
-    done = torch.zeros_like(limits, dtype=torch.bool)                                             # (b,)
+    sampled = torch.full((len(limits), max(limits)), -1, device=logits.device)      # (b, most)
+    limits = torch.tensor(limits, device=logits.device)                             # (b,)
+    done = torch.zeros_like(limits, dtype=torch.bool)                               # (b,)
     for k in range(sampled.shape[1]):
         if temperature:                                                    # the full distribution: no top-k, no top-p
-            token = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)[:, 0]   # (b,)
+            token = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)[:, 0]  # (b,)
         else:
-            token = logits.argmax(-1)                                                             # (b,)
+            token = logits.argmax(-1)                                               # (b,)
         sampled[:, k] = token.masked_fill(done, -1)
         for row in (~done & end.may_end[token]).nonzero()[:, 0].tolist():
             if end(sampled[row, :k + 1].tolist()):
@@ -361,9 +361,9 @@ def rollout(model, tokenizer, questions, retriever, cfg, generator, temperature=
     context = Context(model, len(rows))
     for turn in range(max_turns + 1):
         width = max(map(len, pending))
-        ids = torch.tensor([p + [0] * (width - len(p)) for p in pending], device=model.device)    # (b, w)
+        ids = torch.tensor([p + [0] * (width - len(p)) for p in pending], device=model.device)  # (b, w)
         mask = torch.tensor([[1] * len(p) + [0] * (width - len(p)) for p in pending], device=model.device)
-        logits = context.feed(ids, mask)                                                          # (b, V)
+        logits = context.feed(ids, mask)                                            # (b, V)
         if not logits.isfinite().all():
             raise InputError("the policy's logits are not finite: the checkpoint is damaged, load an earlier one")
         limits = [min(cfg.max_action_tokens, cfg.max_total_tokens - len(row.ids)) for row in live]
@@ -433,18 +433,18 @@ def token_logps(model, input_ids, action_ids, with_entropy=False, chunk=1024):
     causal, so no attention mask is needed. Only action tokens need logits: at V = 151,936 those of 4,096 tokens are 2.5 GB,
     so the head runs on `chunk` tokens at a time and its logits are recomputed in the backward pass.
     """
-    hidden = model.base_model(input_ids=input_ids[:, :-1], use_cache=False).last_hidden_state     # (B, T, H)
-    chosen = action_ids > 0                                                                       # (B, T), N of them
+    hidden = model.base_model(input_ids=input_ids[:, :-1], use_cache=False).last_hidden_state  # (B, T, H)
+    chosen = action_ids > 0                                                         # (B, T), N of them
     head = model.get_output_embeddings()
 
-    def score(h, target):                                                                         # (n, H), (n,)
-        logps = head(h).float().log_softmax(-1)                                                   # (n, V)
-        entropy = -(logps.exp() * logps).sum(-1) if with_entropy else None                        # (n,)
-        return logps.gather(-1, target[:, None])[:, 0], entropy                                   # (n,)
+    def score(h, target):                                                           # (n, H), (n,)
+        logps = head(h).float().log_softmax(-1)                                     # (n, V)
+        entropy = -(logps.exp() * logps).sum(-1) if with_entropy else None          # (n,)
+        return logps.gather(-1, target[:, None])[:, 0], entropy                     # (n,)
 
     pieces = [checkpoint(score, h, target, use_reentrant=False) if torch.is_grad_enabled() else score(h, target)
               for h, target in zip(hidden[chosen].split(chunk), input_ids[:, 1:][chosen].split(chunk))]
-    spread = lambda values: torch.zeros(chosen.shape, device=hidden.device).masked_scatter(chosen, torch.cat(values))   # (B, T)
+    spread = lambda values: torch.zeros(chosen.shape, device=hidden.device).masked_scatter(chosen, torch.cat(values))  # (B, T)
     logps, entropies = zip(*pieces) if pieces else ([hidden.new_zeros(0).float()], [hidden.new_zeros(0).float()])
     return spread(logps), spread(entropies) if with_entropy else None
 
@@ -456,10 +456,10 @@ def group_advantages(rewards):
 
     rewards (P, G) -> (P, G). Equal rewards, or G = 1, give exactly 0.
     """
-    centred = rewards - rewards.mean(1, keepdim=True)                                             # (P, G)
-    sigma = centred.square().mean(1, keepdim=True).sqrt()                                         # (P, 1)  [official: core_algos.py:149, sample std + 1e-6]
-    equal = (rewards == rewards[:, :1]).all(1, keepdim=True)                                      # (P, 1)  rounding must not make a signal
-    return torch.where(equal, torch.zeros_like(centred), centred / sigma)                         # (P, G)
+    centred = rewards - rewards.mean(1, keepdim=True)                               # (P, G)
+    sigma = centred.square().mean(1, keepdim=True).sqrt()                           # (P, 1)  [official: core_algos.py:149, sample std + 1e-6]
+    equal = (rewards == rewards[:, :1]).all(1, keepdim=True)                        # (P, 1)  rounding must not make a signal
+    return torch.where(equal, torch.zeros_like(centred), centred / sigma)           # (P, G)
 
 
 def log_ratio(logps, old_logps, mask):
@@ -467,9 +467,9 @@ def log_ratio(logps, old_logps, mask):
 
     Clamped to +-80 [ours], so that exp() and its gradient stay finite in float32.
     """
-    new = torch.where(mask, logps, torch.zeros_like(logps))                                       # (B, T)
-    old = torch.where(mask, old_logps.detach(), torch.zeros_like(logps))                          # (B, T)
-    return (new - old).clamp(-80, 80)                                                             # (B, T)
+    new = torch.where(mask, logps, torch.zeros_like(logps))                         # (B, T)
+    old = torch.where(mask, old_logps.detach(), torch.zeros_like(logps))            # (B, T)
+    return (new - old).clamp(-80, 80)                                               # (B, T)
 
 
 def grpo_loss(logps, old_logps, advantages, action_ids, group_size, clip_eps=0.2):
@@ -477,12 +477,12 @@ def grpo_loss(logps, old_logps, advantages, action_ids, group_size, clip_eps=0.2
 
     logps, old_logps, action_ids (B, T); advantages (B,); rows of a question are neighbours -> scalar. Needs log_ratio.
     """
-    mask = action_ids > 0                                                                         # (B, T)  the feedback mask
-    ratio = log_ratio(logps, old_logps, mask).exp()                                               # (B, T)  g_{i,t,k}
-    A = advantages[:, None]                                                                       # (B, 1)
-    surrogate = torch.minimum(ratio * A, ratio.clamp(1 - clip_eps, 1 + clip_eps) * A) * mask      # (B, T)  [official: core_algos.py:189 clamps g to 100]
-    tokens = mask.reshape(-1, group_size * mask.shape[1]).sum(1).clamp(min=1)                     # (P,)    one count per question
-    J = surrogate.reshape(-1, group_size * mask.shape[1]).sum(1) / tokens                         # (P,)    [official: core_algos.py:195 pools all tokens]
+    mask = action_ids > 0                                                           # (B, T)  the feedback mask
+    ratio = log_ratio(logps, old_logps, mask).exp()                                 # (B, T)  g_{i,t,k}
+    A = advantages[:, None]                                                         # (B, 1)
+    surrogate = torch.minimum(ratio * A, ratio.clamp(1 - clip_eps, 1 + clip_eps) * A) * mask  # (B, T)  [official: core_algos.py:189 clamps g to 100]
+    tokens = mask.reshape(-1, group_size * mask.shape[1]).sum(1).clamp(min=1)       # (P,)    one count per question
+    J = surrogate.reshape(-1, group_size * mask.shape[1]).sum(1) / tokens           # (P,)    [official: core_algos.py:195 pools all tokens]
     return -J.mean()
 
 
@@ -491,10 +491,10 @@ def gspo_loss(logps, old_logps, advantages, action_ids, clip_eps=0.2):
 
     logps, old_logps, action_ids (B, T); advantages (B,) -> scalar. A response without tokens adds 0. Needs log_ratio.
     """
-    mask = action_ids > 0                                                                         # (B, T)
-    mean = log_ratio(logps, old_logps, mask).sum(1) / mask.sum(1).clamp(min=1)                    # (B,)
-    ratio = mean.exp()                                                                            # (B,)    s_i
-    surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - clip_eps, 1 + clip_eps) * advantages)   # (B,)
+    mask = action_ids > 0                                                           # (B, T)
+    mean = log_ratio(logps, old_logps, mask).sum(1) / mask.sum(1).clamp(min=1)      # (B,)
+    ratio = mean.exp()                                                              # (B,)    s_i
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - clip_eps, 1 + clip_eps) * advantages)  # (B,)
     return -(surrogate * mask.any(1)).mean()
 
 
@@ -503,8 +503,8 @@ def kl_penalty(logps, ref_logps, action_ids):
 
     logps, ref_logps, action_ids (B, T) -> scalar >= 0.
     """
-    mask = action_ids > 0                                                                         # (B, T)
-    d = torch.where(mask, ref_logps.detach() - logps, torch.zeros_like(logps)).clamp(-80, 80)     # (B, T)
+    mask = action_ids > 0                                                           # (B, T)
+    d = torch.where(mask, ref_logps.detach() - logps, torch.zeros_like(logps)).clamp(-80, 80)  # (B, T)
     return ((d.exp() - d - 1) * mask).sum() / mask.sum().clamp(min=1)
 
 
@@ -516,9 +516,9 @@ def action_displacement(logps, old_logps, action_ids):
     logps, old_logps, action_ids (B, T) -> (B, K), 0 for an action that a row does not have. LLD: d_t <= eps.
     For the whole response (Eq. 2) sum over the last axis.
     """
-    change = torch.where(action_ids > 0, logps - old_logps, torch.zeros_like(logps))              # (B, T)
-    sums = change.new_zeros(len(change), int(action_ids.max()) + 1)                               # (B, K + 1), column 0: feedback
-    return sums.scatter_add(1, action_ids, change)[:, 1:]                                         # (B, K)
+    change = torch.where(action_ids > 0, logps - old_logps, torch.zeros_like(logps))  # (B, T)
+    sums = change.new_zeros(len(change), int(action_ids.max()) + 1)                 # (B, K + 1), column 0: feedback
+    return sums.scatter_add(1, action_ids, change)[:, 1:]                           # (B, K)
 
 
 def action_ids_from_mask(mask):
@@ -526,9 +526,9 @@ def action_ids_from_mask(mask):
 
     mask (B, T) -> (B, T). Limit: two actions with no feedback token between them become one, and share one gate of Eq. 4.
     """
-    mask = mask.bool()                                                                            # (B, T)
-    before = torch.nn.functional.pad(mask[:, :-1], (1, 0))                                        # (B, T)  the token to the left
-    return (mask & ~before).cumsum(1) * mask                                                      # (B, T)
+    mask = mask.bool()                                                              # (B, T)
+    before = torch.nn.functional.pad(mask[:, :-1], (1, 0))                          # (B, T)  the token to the left
+    return (mask & ~before).cumsum(1) * mask                                        # (B, T)
 
 
 def displacement_probe(groups, logps_of, loss_of, optimizer):
@@ -543,16 +543,16 @@ def displacement_probe(groups, logps_of, loss_of, optimizer):
     weights, state = [p.detach().clone() for p in params], deepcopy(optimizer.state_dict())
     deltas = []
     for group in groups:
-        right = group["rewards"] > 0                                                              # (G,)
+        right = group["rewards"] > 0                                                # (G,)
         if right.all() or not right.any():
             deltas.append(None)
             continue
         optimizer.zero_grad()
-        before = logps_of(group)                                                                  # (G, T)
+        before = logps_of(group)                                                    # (G, T)
         loss_of(before, group).backward()
         optimizer.step()
         with torch.no_grad():
-            change = (logps_of(group) - before) * (group["action_ids"] > 0)                       # (G, T)
+            change = (logps_of(group) - before) * (group["action_ids"] > 0)         # (G, T)
             deltas.append(change[right].sum().item() / int(right.sum()))
             for p, w in zip(params, weights):
                 p.copy_(w)
@@ -568,7 +568,7 @@ def token_displacement(logps, old_logps):
 
     logps, old_logps (B, T) -> (B, T). The sign is opposite to Def. 4.1's.
     """
-    return old_logps.detach() - logps                                                             # (B, T)
+    return old_logps.detach() - logps                                               # (B, T)
 
 
 def llds_loss(logps, old_logps, advantages, action_ids, gate="action", answer_mask=None, beta=1.0):
@@ -579,28 +579,28 @@ def llds_loss(logps, old_logps, advantages, action_ids, gate="action", answer_ma
     logps, old_logps, action_ids (B, T); advantages (B,) -> scalar. Needs token_displacement.
     Raises ValueError for an unknown gate.
     """
-    kept = (action_ids > 0) & (advantages >= 0)[:, None]                                          # (B, T)  tokens of Y_pre
-    delta = torch.where(kept, token_displacement(logps, old_logps), torch.zeros_like(logps))      # (B, T)
-    with torch.no_grad():                                                                         # [official: dp_actor.py:390 leaks gradient]
+    kept = (action_ids > 0) & (advantages >= 0)[:, None]                            # (B, T)  tokens of Y_pre
+    delta = torch.where(kept, token_displacement(logps, old_logps), torch.zeros_like(logps))  # (B, T)
+    with torch.no_grad():                                                           # [official: dp_actor.py:390 leaks gradient]
         if gate == "action":
-            sums = delta.new_zeros(len(delta), int(action_ids.max()) + 1).scatter_add(1, action_ids, delta)   # (B, K + 1)
-            opened = (sums > 0).gather(1, action_ids)                                             # (B, T)  Eq. 4
+            sums = delta.new_zeros(len(delta), int(action_ids.max()) + 1).scatter_add(1, action_ids, delta)  # (B, K + 1)
+            opened = (sums > 0).gather(1, action_ids)                               # (B, T)  Eq. 4
         elif gate == "response":
-            opened = delta.sum(1, keepdim=True) > 0                                               # (B, 1)  Eq. 10
+            opened = delta.sum(1, keepdim=True) > 0                                 # (B, 1)  Eq. 10
         elif gate == "token":
-            opened = torch.ones_like(kept)                                                        # (B, T)  Eq. 9
+            opened = torch.ones_like(kept)                                          # (B, T)  Eq. 9
         else:
             raise ValueError(f"gate must be action, response or token, not {gate!r}")
-        weight = opened.to(delta.dtype)                                                           # (B, T) or (B, 1)
+        weight = opened.to(delta.dtype)                                             # (B, T) or (B, 1)
         if answer_mask is not None:
-            weight = weight * (1 - (1 - beta) * answer_mask.to(delta.dtype))                      # (B, T)  Eq. 5: beta on the answer
-    penalty = torch.relu(delta) * weight                                                          # (B, T)  relu: slope 0 at Delta = 0
-    return penalty.sum() / kept.sum().clamp(min=1)                                                # [official: dp_actor.py:396 counts all responses]
+            weight = weight * (1 - (1 - beta) * answer_mask.to(delta.dtype))        # (B, T)  Eq. 5: beta on the answer
+    penalty = torch.relu(delta) * weight                                            # (B, T)  relu: slope 0 at Delta = 0
+    return penalty.sum() / kept.sum().clamp(min=1)                                  # [official: dp_actor.py:396 counts all responses]
 
 
 def answer_beta(mean_searches, v_base=2.0):
     """App. B.2.1: beta = min(V_s / V_B, 1), V_s the mean number of executed searches per trajectory. float -> float."""
-    return min(mean_searches / v_base, 1.0)                                                       # [official: dp_actor.py:361, V_s - 1]
+    return min(mean_searches / v_base, 1.0)                                         # [official: dp_actor.py:361, V_s - 1]
 
 
 def death_spiral(history, window=10):
@@ -642,7 +642,7 @@ def death_spiral(history, window=10):
 
 def total_loss(cfg, logps, batch, beta):
     """Eq. 6: L_total = L_GRPO + lambda * L_LLDS(-MA), plus the KL penalty of App. B.2.1. Returns (total, {term: value})."""
-    old, advantages, action_ids = batch["old_logps"], batch["advantages"], batch["action_ids"]    # (B, T), (B,), (B, T)
+    old, advantages, action_ids = batch["old_logps"], batch["advantages"], batch["action_ids"]  # (B, T), (B,), (B, T)
     if cfg.objective == "grpo":
         loss = grpo_loss(logps, old, advantages, action_ids, cfg.group_size, cfg.clip_eps)
     else:
@@ -654,8 +654,8 @@ def total_loss(cfg, logps, batch, beta):
 
 def make_minibatches(trajectories, cfg, device) -> list[dict]:
     """The tensors of a rollout, cut into updates_per_rollout mini-batches of whole groups."""
-    rewards = torch.tensor([t.reward for t in trajectories]).view(-1, cfg.group_size)             # (P, G)
-    advantages = group_advantages(rewards).flatten()                                              # (P * G,)
+    rewards = torch.tensor([t.reward for t in trajectories]).view(-1, cfg.group_size)  # (P, G)
+    advantages = group_advantages(rewards).flatten()                                # (P * G,)
     size = len(trajectories) // cfg.updates_per_rollout
     minibatches = []
     for start in range(0, len(trajectories), size):
@@ -663,10 +663,10 @@ def make_minibatches(trajectories, cfg, device) -> list[dict]:
         length = max(len(row.ids) for row in rows)
         pad = lambda lists, fill: torch.tensor([x + [fill] * (length - len(x)) for x in lists], device=device)
         minibatches.append({
-            "input_ids": pad([row.ids for row in rows], 0),                                       # (B, T + 1)
-            "action_ids": pad([row.action_ids for row in rows], 0)[:, 1:],                        # (B, T)  shifted once, here
-            "answer_mask": pad([row.answer_mask for row in rows], False)[:, 1:],                  # (B, T)
-            "advantages": advantages[start:start + size].to(device),                              # (B,)
+            "input_ids": pad([row.ids for row in rows], 0),                         # (B, T + 1)
+            "action_ids": pad([row.action_ids for row in rows], 0)[:, 1:],          # (B, T)  shifted once, here
+            "answer_mask": pad([row.answer_mask for row in rows], False)[:, 1:],    # (B, T)
+            "advantages": advantages[start:start + size].to(device),                # (B,)
             "microbatches": microbatches([len(row.ids) for row in rows], cfg.microbatch_tokens)})
     return minibatches
 
@@ -699,8 +699,8 @@ def microbatch_logps(model, batch, rows, length, with_entropy=False):
 @torch.no_grad()
 def minibatch_logps(model, batch, with_entropy=False):
     """Log-probabilities (B, T) of a whole mini-batch under `model`, by the training pass's own micro-batches."""
-    logps = torch.zeros(batch["action_ids"].shape, device=batch["input_ids"].device)              # (B, T)
-    entropy = torch.zeros_like(logps)                                                             # (B, T)
+    logps = torch.zeros(batch["action_ids"].shape, device=batch["input_ids"].device)  # (B, T)
+    entropy = torch.zeros_like(logps)                                               # (B, T)
     for rows, length in batch["microbatches"]:
         logps[rows], e = microbatch_logps(model, batch, rows, length, with_entropy)
         if with_entropy:
@@ -716,9 +716,9 @@ def update(policy, optimizer, batch, cfg, beta) -> dict:
     """
     optimizer.zero_grad()
     policy.train()                                                         # checkpointing needs it; dropout is 0 throughout
-    logps = batch["old_logps"].clone()                                                            # (B, T)
+    logps = batch["old_logps"].clone()                                              # (B, T)
     for rows, length in batch["microbatches"]:
-        new, _ = microbatch_logps(policy, batch, rows, length)                                    # (b, T)
+        new, _ = microbatch_logps(policy, batch, rows, length)                      # (b, T)
         index = torch.tensor(rows, device=logps.device)
         loss, _ = total_loss(cfg, logps.index_copy(0, index, new), batch, beta)
         loss.backward()
@@ -728,11 +728,11 @@ def update(policy, optimizer, batch, cfg, beta) -> dict:
     healthy = bool(norm.isfinite() and loss.isfinite())
     if healthy:
         optimizer.step()
-    mask, kept = batch["action_ids"] > 0, batch["advantages"] >= 0                                # (B, T), (B,)
-    ratio = log_ratio(logps, batch["old_logps"], mask).exp()                                      # (B, T)
-    A = batch["advantages"][:, None]                                                              # (B, 1)
-    clipped = mask & (((A > 0) & (ratio > 1 + cfg.clip_eps)) | ((A < 0) & (ratio < 1 - cfg.clip_eps)))   # (B, T)
-    opened = action_displacement(logps, batch["old_logps"], batch["action_ids"])[kept] < 0        # (B_pre, K)
+    mask, kept = batch["action_ids"] > 0, batch["advantages"] >= 0                  # (B, T), (B,)
+    ratio = log_ratio(logps, batch["old_logps"], mask).exp()                        # (B, T)
+    A = batch["advantages"][:, None]                                                # (B, 1)
+    clipped = mask & (((A > 0) & (ratio > 1 + cfg.clip_eps)) | ((A < 0) & (ratio < 1 - cfg.clip_eps)))  # (B, T)
+    opened = action_displacement(logps, batch["old_logps"], batch["action_ids"])[kept] < 0  # (B_pre, K)
     n_actions = batch["action_ids"][kept].amax(1).sum() if kept.any() else torch.zeros(())
     return {"loss": loss.item(), "llds": terms["llds"].item(), "kl": terms["kl"].item(), "grad_norm": norm.item(),
             "ratio_max": ratio.max().item(), "clip_fraction": (clipped.sum() / mask.sum().clamp(min=1)).item(),
@@ -979,8 +979,9 @@ def run_folder(cfg) -> Path:
 
 def summary(history: list[dict], out: Path) -> str:
     """The end of a run in words."""
+    n = min(10, len(history))
     reward = lambda rows: mean([row["reward"] for row in rows])
-    return (f"reward {reward(history[:10]):.3f} over the first ten steps, {reward(history[-10:]):.3f} over the last ten\n"
+    return (f"reward {reward(history[:n]):.3f} over the first {n} steps, {reward(history[-n:]):.3f} over the last {n}\n"
             f"{death_spiral(history)['text']}\n"
             f"files: {out}/metrics.jsonl, {out}/config.json, {checkpoints(out)[-1]}\n"
             f"next: python eval.py {out}")

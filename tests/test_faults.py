@@ -31,10 +31,10 @@ def timeless(out):
     return [{k: v for k, v in row.items() if "second" not in k} for row in L.read_metrics(out)]
 
 
-def kill_and_resume(tmp_path, kills, seed):
+def kill_and_resume(tmp_path, kills, seed, options=()):
     """A run killed with SIGKILL `kills` times at random moments, then finished; and how often a checkpoint was half written."""
     out, rng, torn = tmp_path / "killed", random.Random(seed), 0
-    options = ["--out", str(out), *SMALL]
+    options = ["--out", str(out), *SMALL, *options]
     for _ in range(kills):
         process = start(*options)
         wait_for(out / "config.json", process)
