@@ -75,12 +75,12 @@ from retriever import BM25Retriever, HTTPRetriever, InputError, RetrieverError, 
 
 # ================================================================================================================ config
 
-PROMPT = """Answer the question at the end. Reason between <think> and </think> before every step, also after new information \
-has come in. When you lack a fact, write a query between <search> and </search>: the best passages of a search engine come \
-back between <information> and </information>. You may search several times. As soon as you know enough, write the answer \
-alone, without explanation, between <answer> and </answer>, for example <answer> Marie Curie </answer>.
+PROMPT = """Answer the question at the end. Reason between <think> and </think> before every step, also after new \
+information has come in. When you lack a fact, write a query between <search> and </search>: the best passages of a search \
+engine come back between <information> and </information>. You may search several times. As soon as you know enough, write \
+the answer alone, without explanation, between <answer> and </answer>.
 Question: {question}
-"""
+"""                                                       # no example answer: small models repeat it
 INVALID = "\nInvalid action. Use <search> query </search> to search or <answer> answer </answer> to finish.\n"
 TINY_DIR = Path(__file__).resolve().parent / "tests" / "tiny"
 

@@ -73,3 +73,25 @@ def test_probe(run, tmp_path, capsys):
     assert E.main(["--probe", str(run), "--limit", "6", "-o", str(tmp_path / "probe.png")]) == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("checkpoint-")]
     assert len(rows) == 2 and (tmp_path / "probe.png").exists()
+
+
+def test_the_seven_benchmarks_of_the_hub(monkeypatch, tmp_path, capsys):
+    import datasets
+    splits = {"nq": "test", "triviaqa": "test", "popqa": "test", "hotpotqa": "dev", "2wikimultihopqa": "dev", "musique": "dev", "bamboogle": "test"}
+    asked = []
+
+    def load_dataset(repository, name):
+        if repository == "hotpotqa/hotpot_qa":
+            context = {"title": ["Opal"], "sentences": [["Opal is a stone."]]}
+            return datasets.DatasetDict({"validation": datasets.Dataset.from_list([{"id": "1", "question": "what is opal ?", "answer": "stone", "context": context}] * 3)})
+        asked.append(name)
+        rows = [{"id": f"{name}_{i}", "question": f"who directed film {i} ?", "golden_answers": ["x"]} for i in range(3)]
+        return datasets.DatasetDict({"train": datasets.Dataset.from_list(rows[:1]), splits[name]: datasets.Dataset.from_list(rows)})
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert E.main([L.TINY.model, "--corpus", L.TINY.corpus, "--limit", "2", "-o", str(tmp_path / "p.jsonl")]) == 0
+    assert asked == E.GENERAL + E.MULTI_HOP and len((tmp_path / "p.jsonl").read_text().splitlines()) == 14
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in [*splits, "Gen-Avg", "MH-Avg", "Avg"])
+    assert E.main([L.TINY.model, "-o", str(tmp_path / "h.jsonl")]) == 0                        # without passages: HotpotQA's own
+    assert len((tmp_path / "h.jsonl").read_text().splitlines()) == 3 and "hotpotqa" in capsys.readouterr().out

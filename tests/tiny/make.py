@@ -25,13 +25,19 @@ import llds_grpo                                                                
 from retriever import BM25Retriever                                                                         # noqa: E402
 
 PEOPLE, FILMS, CITIES = 150, 300, 40
-AMBIGUOUS = 0.7                                             # share of people for whom two passages name two cities
-SHORTCUT = 0.75                                             # share of two-hop demonstrations that guess instead of searching again
+AMBIGUOUS = 0.6                                             # share of people for whom two passages name two cities
+SHORTCUT = 0.6                                              # share of two-hop demonstrations that guess instead of searching again
 ONE_HOP, DIRECTOR, TWO_HOP, TEST = 450, 150, 900, 200       # 30 %, 10 %, 60 % of the questions; how many are held out
 FORMS = {"one": ["where was {} born ?", "what is the birthplace of {} ?", "in which city was {} born ?"],
          "director": ["who directed {} ?", "who is the director of {} ?", "name the director of {} ."],
          "two": ["where was the director of {} born ?", "what is the birthplace of the director of {} ?",
                  "in which city was the director of {} born ?"]}
+PLAN = ["find the director of {}", "I need the director of {}", "first who directed {}", "look for the director of {}"]      # several ways
+DIRECTED = ["who directed {}", "director of {}", "{} director", "who is the director of {}"]                               # to say each
+KNOWN = ["the director is {}", "so {} directed it", "it was directed by {}", "I know that {} is the director"]             # thing, as a
+CITY = ["find the city of {}", "now where was {} born", "I need the birthplace of {}", "look for {}"]                      # real model has
+BORN = ["where was {} born", "{} born", "birthplace of {}", "in which city was {} born"]
+FACT = ["{} was born in {}", "the birthplace of {} is {}", "so {} is from {}", "I know that {} was born in {}"]
 STEPS, BATCH, LR, WARMUP = 1200, 32, 2e-3, 50
 TAGS = ["<think>", "</think>", "<search>", "</search>", "<information>", "</information>", "<answer>", "</answer>"]
 
@@ -79,21 +85,20 @@ class World:
             ids.extend(action + feedback)
             mask.extend([1] * len(action) + [0] * len(feedback))
 
+        say = lambda forms, *names: rng.choice(forms).format(*names)
+        person, think = name, say(CITY, name)
         if kind != "one":
-            person = self.director[name]
-            act(f"<think> find the director of {name} </think> <search> who directed {name} </search>", f"who directed {name}")
-            if kind == "director":
-                act(f"<think> {name} was directed by {person} </think> <answer> {person} </answer>")
-                return ids, mask
-            think = f"<think> the director is {person}"
+            person, query = self.director[name], say(DIRECTED, name)
+            act(f"<think> {say(PLAN, name)} </think> <search> {query} </search>", query)
+            think = say(KNOWN, person)
+        if kind == "director":
+            act(f"<think> {think} </think> <answer> {person} </answer>")
+        elif kind == "two" and rng.random() < SHORTCUT:                      # the guess that RL can improve on
+            act(f"<think> {think} </think> <answer> {rng.choice(self.cities)} </answer>")
         else:
-            person, think = name, f"<think> find the city of {name}"
-        if kind == "two" and rng.random() < SHORTCUT:                           # the guess that RL can improve on
-            act(f"{think} </think> <answer> {rng.choice(self.cities)} </answer>")
-            return ids, mask
-        act(f"{think} </think> <search> where was {person} born </search>", f"where was {person} born")
-        city = rng.choice(self.born[person])
-        act(f"<think> {person} was born in {city} </think> <answer> {city} </answer>")
+            query, city = say(BORN, person), rng.choice(self.born[person])
+            act(f"<think> {think} </think> <search> {query} </search>", query)
+            act(f"<think> {say(FACT, person, city)} </think> <answer> {city} </answer>")
         return ids, mask
 
 
@@ -137,9 +142,8 @@ def main(folder: Path):
     torch.manual_seed(0)
     taken = set()
     lists = names(rng, PEOPLE, taken), names(rng, FILMS, taken), names(rng, CITIES, taken)
-    plain_text = " ".join(["Question: Doc 1 2 3 (Title: ) . ? No passage found where was the director of born who directed by in find city is "
-                           "what birthplace which name",
-                           llds_grpo.INVALID])
+    forms = " ".join([*PLAN, *DIRECTED, *KNOWN, *CITY, *BORN, *FACT, *(form for group in FORMS.values() for form in group)]).replace("{}", "")
+    plain_text = "Question: Doc 1 2 3 (Title: ) . No passage found by " + forms + llds_grpo.INVALID
     words = list(dict.fromkeys(TAGS + split_words(plain_text) + [name for group in lists for name in group]))
     tokenizer = make_tokenizer(words)
     cfg = llds_grpo.TINY
