@@ -7,7 +7,8 @@ where a person was born, and questions of one and two hops over them. For most p
 The search engine returns both, and which one counts is fixed per question by a hash: wrong responses are then nearly
 identical to right ones, as in the paper's case studies. The policy (Qwen2 architecture, word-level tokenizer) is
 warm-started on demonstrations over OTHER random worlds with the same names: it learns to search and to copy, but no fact.
-In half of the two-hop demonstrations the second search is left out and the city is a guess, so RL has something to find.
+In most two-hop demonstrations the second search is left out and the city is a guess, so RL has something to find; and each
+thing can be said in several ways, so that right responses have, as a language model's do, a likelihood well below 1.
 """
 import hashlib
 import json
@@ -32,10 +33,10 @@ FORMS = {"one": ["where was {} born ?", "what is the birthplace of {} ?", "in wh
          "director": ["who directed {} ?", "who is the director of {} ?", "name the director of {} ."],
          "two": ["where was the director of {} born ?", "what is the birthplace of the director of {} ?",
                  "in which city was the director of {} born ?"]}
-PLAN = ["find the director of {}", "I need the director of {}", "first who directed {}", "look for the director of {}"]      # several ways
-DIRECTED = ["who directed {}", "director of {}", "{} director", "who is the director of {}"]                               # to say each
-KNOWN = ["the director is {}", "so {} directed it", "it was directed by {}", "I know that {} is the director"]             # thing, as a
-CITY = ["find the city of {}", "now where was {} born", "I need the birthplace of {}", "look for {}"]                      # real model has
+PLAN = ["find the director of {}", "I need the director of {}", "first who directed {}", "look for the director of {}"]
+DIRECTED = ["who directed {}", "director of {}", "{} director", "who is the director of {}"]
+KNOWN = ["the director is {}", "so {} directed it", "it was directed by {}", "I know that {} is the director"]
+CITY = ["find the city of {}", "now where was {} born", "I need the birthplace of {}", "look for {}"]
 BORN = ["where was {} born", "{} born", "birthplace of {}", "in which city was {} born"]
 FACT = ["{} was born in {}", "the birthplace of {} is {}", "so {} is from {}", "I know that {} was born in {}"]
 STEPS, BATCH, LR, WARMUP = 1200, 32, 2e-3, 50
