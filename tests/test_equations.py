@@ -186,6 +186,13 @@ def test_grpo_averages_tokens_within_a_question_then_questions():
     assert math.isclose(loss.item(), -0.75)
 
 
+def test_token_mean_is_one_count_for_the_group():
+    # row 1 has four tokens, row 2 one; as ratio * A of 1 and 5: (4 * 1 + 5) / 5 = 1.8, not a mean of means (3.0)
+    ids = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0]])
+    loss = L.grpo_loss(torch.zeros(2, 4), torch.zeros(2, 4), torch.tensor([1.0, 5.0]), ids, 2)
+    assert math.isclose(loss.item(), -1.8, rel_tol=1e-6)
+
+
 def test_gspo_loss_by_hand():
     # s_1 = exp((ln 2 + ln 0.5) / 2) = 1, A = 1 -> 1; s_2 = exp(ln 4 / 2) = 2, A = -1 -> min(-2, -1.2) = -2; J = (1 - 2) / 2
     logps = f64([[math.log(2), math.log(0.5)], [math.log(4), 0.0]])

@@ -224,6 +224,35 @@ def test_greedy_rollout_is_the_same_alone_and_in_a_batch():
     assert [r.ids for r in together] == [r.ids for r in alone]
 
 
+def test_pad_may_equal_eos():
+    # masks come from lengths, never from ids: a prompt that holds the id is read whole, a sampled EOS is trained
+    tokenizer = bpe_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    cfg = config(prompt="<|im_end|>Q: {question}<|im_end|>\n", max_turns=1)
+    scripts = [[tokenizer.encode("hm<|im_end|>"), tokenizer.encode("<answer>a</answer>")], [tokenizer.encode("<answer>a</answer>")]]
+    policy = ScriptedPolicy(scripts, len(tokenizer))
+    rows = L.rollout(policy, tokenizer, [{"question": "who ?", "golden_answers": ["a"]}, {"question": "who wrote it ?", "golden_answers": ["a"]}],
+                     BM25Retriever(PASSAGES), cfg, None, 0.0)
+    for row, read in zip(rows, policy.read):
+        prompt = row.ids[:row.action_ids.index(1)]
+        assert prompt.count(tokenizer.eos_token_id) == 2 and read == row.ids[:len(read)]
+    first = [i for i, a in zip(rows[0].ids, rows[0].action_ids) if a == 1]
+    assert first[-1] == tokenizer.eos_token_id and [r.reward for r in rows] == [1, 1]
+
+
+def test_prompts_are_plain_lists_of_ids():
+    tokenizer = bpe_tokenizer()
+    bare = L.encode_prompt("who ?", tokenizer, config())
+    assert bare == tokenizer.encode("Q: who ?\n") and all(type(i) is int for i in bare)
+    tokenizer.chat_template = "<|im_start|>{{ messages[0].content }}<|im_end|>{% if add_generation_prompt %}<|im_start|>{% endif %}"
+    chat = L.encode_prompt("who ?", tokenizer, config(chat="yes"))
+    assert tokenizer.decode(chat) == "<|im_start|>Q: who ?\n<|im_end|><|im_start|>" and all(type(i) is int for i in chat)
+    for name, template, expected in (("Qwen2.5-0.5B-Instruct", "x", "yes"), ("Qwen2.5-0.5B", "x", "no"), ("Qwen2.5-0.5B-Instruct", None, "no")):
+        tokenizer.chat_template, cfg = template, config(model=name, chat="auto")
+        L.resolve(cfg, tokenizer)
+        assert cfg.chat == expected
+
+
 def test_repeated_queries_are_searched_once():
     asked = []
 
