@@ -158,10 +158,9 @@ def run_plot(args):
     draw(likelihood, kinds, "logp_right", name=", right")
     draw(likelihood, kinds, "logp_wrong", ":", name=", wrong")
     likelihood.set(title="Log-likelihood: right (line), wrong (dots) (Figs. 2, 9a)", ylabel="nats per action token")
-    shade = next(iter(kinds.values()))[0] if sum(map(len, kinds.values())) == 1 else None
-    spiral = death_spiral(shade if shade else next(iter(kinds.values()))[0])
-    for name, start, stop in spiral["spans"]:
-        for axis in (reward, likelihood, gradient) if shade else ():
+    histories = [history for runs in kinds.values() for history in runs]
+    for name, start, stop in death_spiral(histories[0])["spans"] if len(histories) == 1 else ():     # phases of a single run
+        for axis in (reward, likelihood, gradient):
             axis.axvspan(start, stop, color={"II": "#E69F00", "III": "#D55E00"}[name], alpha=0.12, lw=0)
     draw(gradient, kinds, "grad_norm")
     draw(gradient, kinds, "ratio_max", ":")

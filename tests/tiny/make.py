@@ -13,6 +13,7 @@ thing can be said in several ways, so that right responses have, as a language m
 import hashlib
 import json
 import random
+import re
 import sys
 from pathlib import Path
 
@@ -40,6 +41,7 @@ CITY = ["find the city of {}", "now where was {} born", "I need the birthplace o
 BORN = ["where was {} born", "{} born", "birthplace of {}", "in which city was {} born"]
 FACT = ["{} was born in {}", "the birthplace of {} is {}", "so {} is from {}", "I know that {} was born in {}"]
 STEPS, BATCH, LR, WARMUP = 1200, 32, 2e-3, 50
+WORD = r"</?[a-z]+>|\(Title:|\w+|[^\w\s]"                   # what the tokenizer takes as one word
 TAGS = ["<think>", "</think>", "<search>", "</search>", "<information>", "</information>", "<answer>", "</answer>"]
 
 
@@ -107,8 +109,7 @@ def make_tokenizer(words):
     """Word-level: tags, words and single punctuation marks; a text decodes to its words joined by spaces."""
     vocabulary = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", *words])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    pattern = Regex(r"</?[a-z]+>|\(Title:|\w+|[^\w\s]")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Split(pattern, "isolated")])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Split(Regex(WORD), "isolated")])
     tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=False)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
@@ -145,7 +146,7 @@ def main(folder: Path):
     lists = names(rng, PEOPLE, taken), names(rng, FILMS, taken), names(rng, CITIES, taken)
     forms = " ".join([*PLAN, *DIRECTED, *KNOWN, *CITY, *BORN, *FACT, *(form for group in FORMS.values() for form in group)]).replace("{}", "")
     plain_text = "Question: Doc 1 2 3 (Title: ) . No passage found by " + forms + llds_grpo.INVALID
-    words = list(dict.fromkeys(TAGS + split_words(plain_text) + [name for group in lists for name in group]))
+    words = list(dict.fromkeys(TAGS + re.findall(WORD, plain_text) + [name for group in lists for name in group]))
     tokenizer = make_tokenizer(words)
     cfg = llds_grpo.TINY
     world = World(rng, *lists)
@@ -164,12 +165,6 @@ def main(folder: Path):
     policy.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     print(f"{policy.num_parameters():,} parameters, {len(tokenizer)} words, {len(world.passages)} passages, {len(questions)} questions")
-
-
-def split_words(text):
-    """The tokens of the function words, in order of appearance."""
-    import re
-    return re.findall(r"</?[a-z]+>|\(Title:|\w+|[^\w\s]", text)
 
 
 if __name__ == "__main__":
