@@ -34,17 +34,19 @@ Departures.  From the paper where it leaves a choice or slips:
  2. A group whose rewards are all equal, or of one response, has A = 0 exactly (0/0 in the paper).
  3. Log-ratios are clamped to +-80 before exp, far outside any healthy value, so that float32 cannot overflow.
  4. Y_pre and its token count are pooled over the mini-batch (Eq. 4 does not say over what).
+ 5. The k3 estimate of a token is bounded at 10, as in the official code (core_algos.py:392): it grows like an
+    exponential, and one token that the policy has given up would drown every other gradient.
 From the official code (github.com/vengdeng/LLDS-On-Group-Relative-Policy-Optimization-Collapse-in-Search-R1, c19a094),
 where it differs from the paper and we follow the paper:
- 5. LLDS is divided by the action tokens of Y_pre, not of all responses (dp_actor.py:396).
- 6. Losses are normalised once per mini-batch, not per micro-batch (dp_actor.py:296), so micro-batching changes no value.
- 7. Advantages use the population standard deviation, not the sample one plus 1e-6 (core_algos.py:149).
- 8. Eq. 1 averages tokens within each question, then questions; the code pools all tokens (core_algos.py:195).
- 9. Gates belong to recorded actions, not to runs of 1s in a mask, which merge neighbours (dp_actor.py:60).
-10. The importance ratio is not clamped to 100 (core_algos.py:189), and there is no entropy bonus (dp_actor.py:346).
-11. Sampled token ids are trained as sampled, never decoded and tokenised anew (generation.py:55-76).
-12. The answer is read from the model's own actions, never from the prompt or from feedback (qa_em.py:73).
-13. beta = min(V_s / 2, 1) counts executed searches; the code uses V_s - 1 and counts the unexecuted last one (dp_actor.py:361).
+ 6. LLDS is divided by the action tokens of Y_pre, not of all responses (dp_actor.py:396).
+ 7. Losses are normalised once per mini-batch, not per micro-batch (dp_actor.py:296), so micro-batching changes no value.
+ 8. Advantages use the population standard deviation, not the sample one plus 1e-6 (core_algos.py:149).
+ 9. Eq. 1 averages tokens within each question, then questions; the code pools all tokens (core_algos.py:195).
+10. Gates belong to recorded actions, not to runs of 1s in a mask, which merge neighbours (dp_actor.py:60).
+11. The importance ratio is not clamped to 100 (core_algos.py:189), and there is no entropy bonus (dp_actor.py:346).
+12. Sampled token ids are trained as sampled, never decoded and tokenised anew (generation.py:55-76).
+13. The answer is read from the model's own actions, never from the prompt or from feedback (qa_em.py:73).
+14. beta = min(V_s / 2, 1) counts executed searches; the code uses V_s - 1 and counts the unexecuted last one (dp_actor.py:361).
 """
 from __future__ import annotations
 
@@ -164,7 +166,7 @@ class Config:
 # The second set of values: the stand-in world of tests/tiny, whose collapse takes minutes on a laptop.
 TINY = Config(model=str(TINY_DIR), data=str(TINY_DIR / "train.jsonl"), test_data=str(TINY_DIR / "test.jsonl"),
               corpus=str(TINY_DIR / "corpus.jsonl"), steps=100, prompt="Question: {question}\n", max_action_tokens=32,
-              max_feedback_tokens=64, max_total_tokens=320, rollout_batch=160, lr=6e-4, weight_decay=0.0)
+              max_feedback_tokens=64, max_total_tokens=320, rollout_batch=160, lr=1e-3, warmup_steps=50, weight_decay=0.0)
 
 
 # ============================================================================================= protocol: prompt, actions
@@ -502,11 +504,11 @@ def gspo_loss(logps, old_logps, advantages, action_ids, clip_eps=0.2):
 def kl_penalty(logps, ref_logps, action_ids):
     """App. B.2.1: the k3 estimate of KL(pi_theta || pi_ref), mean over action tokens of exp(d) - d - 1, d = ln pi_ref - ln pi_theta.
 
-    logps, ref_logps, action_ids (B, T) -> scalar >= 0.
+    logps, ref_logps, action_ids (B, T) -> scalar from 0 to 10: a token's term is bounded at 10 [official: core_algos.py:392].
     """
     mask = action_ids > 0                                                           # (B, T)
     d = torch.where(mask, ref_logps.detach() - logps, torch.zeros_like(logps)).clamp(-80, 80)  # (B, T)
-    return ((d.exp() - d - 1) * mask).sum() / mask.sum().clamp(min=1)
+    return ((d.exp() - d - 1).clamp(max=10) * mask).sum() / mask.sum().clamp(min=1)
 
 
 # ============================================================================== Sec. 4: Lazy Likelihood Displacement (LLD)

@@ -203,6 +203,11 @@ def test_kl_by_hand():
     # d = ln 2: 2 - ln 2 - 1; d = 0: 0. Mean over the two action tokens, the feedback token is left out.
     logps, ref = f64([[0.0, 0.0, 0.0]]), f64([[math.log(2), 0.0, 50.0]])
     assert math.isclose(L.kl_penalty(logps, ref, torch.tensor([[1, 1, 0]])).item(), (1 - math.log(2)) / 2)
+    # d = 5: 148.4 - 6 is bounded at 10 and has no gradient; d = -5: .0067 + 4
+    logps = f64([[0.0, 0.0]]).requires_grad_()
+    kl = L.kl_penalty(logps, f64([[5.0, -5.0]]), torch.tensor([[1, 1]]))
+    kl.backward()
+    assert math.isclose(kl.item(), (10 + math.exp(-5) + 4) / 2) and math.isclose(logps.grad[0, 1].item(), (1 - math.exp(-5)) / 2) and logps.grad[0, 0] == 0
 
 
 def test_action_displacement_by_hand():

@@ -3,12 +3,11 @@
     python tests/tiny/make.py [FOLDER]
 
 The tiny world is a stand-in for Wikipedia: invented people, films and cities, passages that say who directed a film and
-where a person was born, and questions of one and two hops over them. For most people a second passage names another city.
+where a person was born, and questions of one and two hops over them. For some people a second passage names another city.
 The search engine returns both, and which one counts is fixed per question by a hash: wrong responses are then nearly
 identical to right ones, as in the paper's case studies. The policy (Qwen2 architecture, word-level tokenizer) is
 warm-started on demonstrations over OTHER random worlds with the same names: it learns to search and to copy, but no fact.
-In most two-hop demonstrations the second search is left out and the city is a guess, so RL has something to find; and each
-thing can be said in several ways, so that right responses have, as a language model's do, a likelihood well below 1.
+In most two-hop demonstrations the second search is left out and the city is a guess, so RL has something to find.
 """
 import hashlib
 import json
@@ -27,19 +26,19 @@ import llds_grpo                                                                
 from retriever import BM25Retriever                                                                         # noqa: E402
 
 PEOPLE, FILMS, CITIES = 150, 300, 40
-AMBIGUOUS = 0.6                                             # share of people for whom two passages name two cities
+AMBIGUOUS = 0.2                                             # share of people for whom two passages name two cities
 SHORTCUT = 0.6                                              # share of two-hop demonstrations that guess instead of searching again
 ONE_HOP, DIRECTOR, TWO_HOP, TEST = 450, 150, 900, 200       # 30 %, 10 %, 60 % of the questions; how many are held out
 FORMS = {"one": ["where was {} born ?", "what is the birthplace of {} ?", "in which city was {} born ?"],
          "director": ["who directed {} ?", "who is the director of {} ?", "name the director of {} ."],
          "two": ["where was the director of {} born ?", "what is the birthplace of the director of {} ?",
                  "in which city was the director of {} born ?"]}
-PLAN = ["find the director of {}", "I need the director of {}", "first who directed {}", "look for the director of {}"]
-DIRECTED = ["who directed {}", "director of {}", "{} director", "who is the director of {}"]
-KNOWN = ["the director is {}", "so {} directed it", "it was directed by {}", "I know that {} is the director"]
-CITY = ["find the city of {}", "now where was {} born", "I need the birthplace of {}", "look for {}"]
-BORN = ["where was {} born", "{} born", "birthplace of {}", "in which city was {} born"]
-FACT = ["{} was born in {}", "the birthplace of {} is {}", "so {} is from {}", "I know that {} was born in {}"]
+PLAN = "find the director of {}"
+DIRECTED = "who directed {}"
+KNOWN = "the director is {}"
+CITY = "find the city of {}"
+BORN = "where was {} born"
+FACT = "{} was born in {}"
 STEPS, BATCH, LR, WARMUP = 1200, 32, 2e-3, 50
 WORD = r"</?[a-z]+>|\(Title:|\w+|[^\w\s]"                   # what the tokenizer takes as one word
 TAGS = ["<think>", "</think>", "<search>", "</search>", "<information>", "</information>", "<answer>", "</answer>"]
@@ -88,20 +87,19 @@ class World:
             ids.extend(action + feedback)
             mask.extend([1] * len(action) + [0] * len(feedback))
 
-        say = lambda forms, *names: rng.choice(forms).format(*names)
-        person, think = name, say(CITY, name)
+        person, think = name, CITY.format(name)
         if kind != "one":
-            person, query = self.director[name], say(DIRECTED, name)
-            act(f"<think> {say(PLAN, name)} </think> <search> {query} </search>", query)
-            think = say(KNOWN, person)
+            person, query = self.director[name], DIRECTED.format(name)
+            act(f"<think> {PLAN.format(name)} </think> <search> {query} </search>", query)
+            think = KNOWN.format(person)
         if kind == "director":
             act(f"<think> {think} </think> <answer> {person} </answer>")
         elif kind == "two" and rng.random() < SHORTCUT:                      # the guess that RL can improve on
             act(f"<think> {think} </think> <answer> {rng.choice(self.cities)} </answer>")
         else:
-            query, city = say(BORN, person), rng.choice(self.born[person])
+            query, city = BORN.format(person), rng.choice(self.born[person])
             act(f"<think> {think} </think> <search> {query} </search>", query)
-            act(f"<think> {say(FACT, person, city)} </think> <answer> {city} </answer>")
+            act(f"<think> {FACT.format(person, city)} </think> <answer> {city} </answer>")
         return ids, mask
 
 
@@ -144,7 +142,7 @@ def main(folder: Path):
     torch.manual_seed(0)
     taken = set()
     lists = names(rng, PEOPLE, taken), names(rng, FILMS, taken), names(rng, CITIES, taken)
-    forms = " ".join([*PLAN, *DIRECTED, *KNOWN, *CITY, *BORN, *FACT, *(form for group in FORMS.values() for form in group)]).replace("{}", "")
+    forms = " ".join([PLAN, DIRECTED, KNOWN, CITY, BORN, FACT, *(form for group in FORMS.values() for form in group)]).replace("{}", "")
     plain_text = "Question: Doc 1 2 3 (Title: ) . No passage found by " + forms + llds_grpo.INVALID
     words = list(dict.fromkeys(TAGS + re.findall(WORD, plain_text) + [name for group in lists for name in group]))
     tokenizer = make_tokenizer(words)
