@@ -184,7 +184,7 @@ def run_plot(args):
     counts = [f"{name} ({len(runs)} seed{'s' * (len(runs) > 1)})" for name, runs in zip(names, kinds.values())]
     figure.legend(handles, counts, loc="outside lower center", ncols=min(4, len(names)), frameon=False)
     path = args.output or str(Path(args.runs[0]) / "figure.png")
-    figure.savefig(path, dpi=90)
+    figure.savefig(path, dpi=80)
     print(path)
 
 
