@@ -101,6 +101,7 @@ def pyplot():
         raise InputError("drawing needs matplotlib, which is optional: pip install matplotlib") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    plt.rcParams["savefig.dpi"] = 80                                            # readable at the width of a README
     return plt
 
 
@@ -177,14 +178,14 @@ def run_plot(args):
     action.set(title="1st action (line), 2nd (dashes); matches (dots) (Fig. 5)", ylabel="nats per action token")
     twin = action.twinx()
     draw(twin, kinds, "match_ratio", ":")
-    twin.set(ylabel="observation match ratio of wrong responses", ylim=(0, 1.02))
+    twin.set(ylabel="match ratio of wrong responses", ylim=(0, 1.02))
     for axis in axes.flat:
         axis.set_xlabel("rollout step")
     handles, names = reward.get_legend_handles_labels()
     counts = [f"{name} ({len(runs)} seed{'s' * (len(runs) > 1)})" for name, runs in zip(names, kinds.values())]
     figure.legend(handles, counts, loc="outside lower center", ncols=min(4, len(names)), frameon=False)
     path = args.output or str(Path(args.runs[0]) / "figure.png")
-    figure.savefig(path, dpi=80)
+    figure.savefig(path)
     print(path)
 
 
@@ -239,7 +240,7 @@ def run_probe(args):
     axes[-1].set(title="NLL against tool rounds (Fig. 6)", xlabel="tool rounds", ylabel="nats per action token")
     axes[-1].legend(frameon=False)
     path = args.output or str(run / "probe.png")
-    figure.savefig(path, dpi=90)
+    figure.savefig(path)
     print(path)
 
 

@@ -504,11 +504,12 @@ def gspo_loss(logps, old_logps, advantages, action_ids, clip_eps=0.2):
 def kl_penalty(logps, ref_logps, action_ids):
     """App. B.2.1: the k3 estimate of KL(pi_theta || pi_ref), mean over action tokens of exp(d) - d - 1, d = ln pi_ref - ln pi_theta.
 
-    logps, ref_logps, action_ids (B, T) -> scalar from 0 to 10: a token's term is bounded at 10 [official: core_algos.py:392].
+    logps, ref_logps, action_ids (B, T) -> scalar from 0 to 10.
     """
     mask = action_ids > 0                                                           # (B, T)
     d = torch.where(mask, ref_logps.detach() - logps, torch.zeros_like(logps)).clamp(-80, 80)  # (B, T)
-    return ((d.exp() - d - 1).clamp(max=10) * mask).sum() / mask.sum().clamp(min=1)
+    k3 = (d.exp() - d - 1).clamp(max=10)                                            # (B, T)  [official: core_algos.py:392, the same bound]
+    return (k3 * mask).sum() / mask.sum().clamp(min=1)
 
 
 # ============================================================================== Sec. 4: Lazy Likelihood Displacement (LLD)
