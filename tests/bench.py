@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -134,6 +135,16 @@ def bench_logps(args):
 
 # ------------------------------------------------------------------------------------------------------------------ BM25
 
+def traced_mb(build):
+    """Megabytes still held by what build() returns, without what was there before."""
+    tracemalloc.start()
+    built = build()
+    held = tracemalloc.get_traced_memory()[0]
+    del built
+    tracemalloc.stop()
+    return held / 1e6
+
+
 def bench_bm25(args):
     rng = np.random.default_rng(0)
     cases = {}
@@ -165,14 +176,36 @@ def bench_bm25(args):
             pairs.append((t1 - t0, time.perf_counter() - t1))
             assert [h["id"] for h in hits] == [passages[i]["id"] for i in order] and all(abs(h["score"] - scores[i]) < 1e-9 for h, i in zip(hits, order))
         slow, fast = (statistics.median(p[i] for p in pairs) * 1000 for i in (0, 1))
+        del theirs, ours
+        sizes = [traced_mb(lambda: BM25Retriever(passages)), traced_mb(lambda: LuceneBM25([tokenize(f"{p['title']} {p['text']}") for p in passages]))]
         print(f"bm25, {name}: {len(questions)} questions identical; ms a query: rank_bm25 {slow:.1f}, ours {fast:.2f}, ratio {slow / fast:.0f}; "
-              f"index build ours / rank_bm25 {build / (middle - start):.2f}")
+              f"index build ours / rank_bm25 {build / (middle - start):.2f}; memory once built ours {sizes[0]:.0f} MB, rank_bm25 {sizes[1]:.0f} MB")
 
 
 # ----------------------------------------------------------------------------------------------------------------- scale
 
+class Timed:
+    """A retriever that counts the seconds spent in it."""
+
+    def __init__(self, retriever):
+        self.retriever, self.spent = retriever, 0.0
+
+    def search(self, queries, topk):
+        start = time.perf_counter()
+        found = self.retriever.search(queries, topk)
+        self.spent += time.perf_counter() - start
+        return found
+
+
+def padding(trajectories, cfg):
+    """Share of the tokens computed in the training pass that are padding."""
+    batches = L.make_minibatches(trajectories, cfg, torch.device("cpu"))
+    computed = sum(len(rows) * length for batch in batches for rows, length in batch["microbatches"])
+    return 1 - sum(len(t.ids) for t in trajectories) / computed
+
+
 def bench_scale(args):
-    print(f"{'':24}{'rollout s':>12}{'log-probs s':>12}{'update s':>12}{'whole, ratio':>14}")
+    print(f"{'seconds a step':24}{'rollout':>10}{'of it search':>14}{'log-probs':>12}{'update':>10}{'whole, ratio':>14}{'padding':>10}")
     base = None
     variants = {"default": {}, "group size 10": {"group_size": 10}, "6 turns": {"max_turns": 6, "max_total_tokens": 640},
                 "feedback of 6 passages": {"topk": 6, "max_feedback_tokens": 128, "max_total_tokens": 512}, "corpus twice as large": {}}
@@ -186,10 +219,15 @@ def bench_scale(args):
             retriever = BM25Retriever(retriever.passages + [{**p, "id": p["id"] + "b", "title": p["title"] + "b", "text": p["text"].replace(p["title"], p["title"] + "b")}
                                                             for p in retriever.passages])
         optimizer, generator = torch.optim.AdamW(policy.parameters(), lr=1e-6), torch.Generator().manual_seed(0)
-        rows = [L.train_step(s, policy, reference, tokenizer, optimizer, generator, questions, retriever, cfg) for s in range(6)][1:]
-        parts = [statistics.median(r[f"seconds_{k}"] for r in rows) for k in ("rollout", "logps", "update")]
-        base = base or sum(parts)
-        print(f"{name:24}" + "".join(f"{p:12.2f}" for p in parts) + f"{sum(parts) / base:14.2f}")
+        retriever, rows = Timed(retriever), []
+        for step in range(6):
+            retriever.spent = 0.0
+            rows.append({**L.train_step(step, policy, reference, tokenizer, optimizer, generator, questions, retriever, cfg), "search": retriever.spent})
+        rollout, logps, spent, search = (statistics.median(r[k] for r in rows[1:]) for k in ("seconds_rollout", "seconds_logps", "seconds_update", "search"))
+        whole = rollout + logps + spent
+        base = base or whole
+        sampled = L.rollout(policy, tokenizer, [q for q in questions[:32] for _ in range(cfg.group_size)], retriever, cfg, generator)
+        print(f"{name:24}{rollout:10.2f}{search:14.3f}{logps:12.2f}{spent:10.2f}{whole / base:14.2f}{padding(sampled, cfg):10.1%}")
 
 
 if __name__ == "__main__":

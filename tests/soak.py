@@ -2,6 +2,8 @@
 
     python tests/soak.py kill      a run killed with SIGKILL at 20 random moments and resumed equals the one never interrupted
     python tests/soak.py memory    1,000 steps of the default run; prints resident memory at steps 20, 200 and 1,000
+
+A second argument names the folder to write to, which is then kept.
 """
 import subprocess
 import sys
@@ -36,4 +38,4 @@ def memory(folder):
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as temporary:
-        sys.exit({"kill": kill, "memory": memory}[sys.argv[1]](Path(temporary)))
+        sys.exit({"kill": kill, "memory": memory}[sys.argv[1]](Path(sys.argv[2] if len(sys.argv) > 2 else temporary)))
