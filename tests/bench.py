@@ -22,7 +22,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import llds_grpo as L                                                                                       # noqa: E402
-from retriever import BM25Retriever, LuceneBM25, load_corpus, tokenize                                      # noqa: E402
+from retriever import INVALID, BM25Retriever, LuceneBM25, load_corpus, tokenize                                      # noqa: E402
 
 
 def seconds(function, repeats=5):
@@ -63,7 +63,7 @@ def plain_rollout(model, tokenizer, questions, retriever, cfg):
             return sampled
         found = retriever.search([q or "" for q in queries], cfg.topk)
         for i, query, passages in zip(goes_on, queries, found):
-            texts[i] += L.INVALID if query is None else tokenizer.decode(L.encode_feedback(passages, tokenizer, cfg.max_feedback_tokens))
+            texts[i] += INVALID if query is None else tokenizer.decode(L.encode_feedback(passages, tokenizer, cfg.max_feedback_tokens))
         live = goes_on
     return sampled
 

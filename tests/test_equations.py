@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import eval as E
 import llds_grpo as L
 
 VECTORS = json.loads((Path(__file__).parent / "vectors.json").read_text())
@@ -309,16 +310,16 @@ def history(logp, reward):
 def test_death_spiral_names_the_phases():
     n = 40
     flat, rise = [-0.05] * n, [0.2 + 0.01 * i for i in range(n)]
-    assert L.death_spiral(history(flat[:15], rise[:15]))["since"] is None
-    assert L.death_spiral(history(flat, rise))["phase"] == 1
-    assert L.death_spiral(history([-0.5 + 0.01 * i for i in range(n)], rise))["phase"] == 0
+    assert E.death_spiral(history(flat[:15], rise[:15]))["since"] is None
+    assert E.death_spiral(history(flat, rise))["phase"] == 1
+    assert E.death_spiral(history([-0.5 + 0.01 * i for i in range(n)], rise))["phase"] == 0
     slow = flat + [-0.05 - 0.004 * i for i in range(30)]                  # decays by 0.004 a step, the reward still rises
-    second = L.death_spiral(history(slow, [0.2 + 0.005 * i for i in range(70)]))
+    second = E.death_spiral(history(slow, [0.2 + 0.005 * i for i in range(70)]))
     assert second["phase"] == 2 and 39 <= second["since"] <= 47 and second["spans"] == [("II", second["since"], 69)]
     fast = slow + [slow[-1] - 0.1 * i for i in range(20)]                 # then by 0.1 a step, and the reward falls
-    third = L.death_spiral(history(fast, [0.2 + 0.005 * i for i in range(70)] + [0.5 - 0.02 * i for i in range(20)]))
+    third = E.death_spiral(history(fast, [0.2 + 0.005 * i for i in range(70)] + [0.5 - 0.02 * i for i in range(20)]))
     assert third["phase"] == 3 and 70 <= third["since"] <= 80 and [s[0] for s in third["spans"]] == ["II", "III"]
     dip = flat + [-0.3] * 5 + flat                                        # a dip that heals is no spiral
-    assert L.death_spiral(history(dip, [0.5] * len(dip)))["phase"] == 0
+    assert E.death_spiral(history(dip, [0.5] * len(dip)))["phase"] == 0
     dead = fast + [None] * 30                                             # no right response left
-    assert L.death_spiral(history(dead, [0.5] * 90 + [0.0] * 30))["phase"] == 3
+    assert E.death_spiral(history(dead, [0.5] * 90 + [0.0] * 30))["phase"] == 3

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import llds_grpo as L
+import retriever as R
 from retriever import BM25Retriever
 from worlds import PASSAGES, ScriptedPolicy, bpe_tokenizer, config, tiny_model
 
@@ -67,7 +68,7 @@ def test_each_kind_of_action_in_one_batch():
     assert [r.searches for r in rows] == [0, 0, 2, 2, 0]                    # the last, forced action is not executed
     assert [r.valid for r in rows] == [1, 1, 3, 3, 1]
     assert [len(r.turns) for r in rows] == [1, 2, 3, 3, 3]
-    assert rows[1].turns[0]["feedback"] == L.INVALID and rows[4].turns[1]["feedback"] == L.INVALID
+    assert rows[1].turns[0]["feedback"] == R.INVALID and rows[4].turns[1]["feedback"] == R.INVALID
     assert rows[1].turns[0]["action"].endswith("<|im_end|>")                # a sampled EOS is kept and trained
     assert rows[3].answer is None and rows[3].turns[2]["feedback"] == ""
     assert rows[4].answer == ""
@@ -93,7 +94,7 @@ def test_non_canonical_ids_stay_as_sampled():
 
 def test_token_limit_ends_an_action():
     row, = run([["la " * 100, "<answer>a</answer>"]], max_action_tokens=20)
-    assert sum(a == 1 for a in row.action_ids) == 20 and row.truncated and row.turns[0]["feedback"] == L.INVALID
+    assert sum(a == 1 for a in row.action_ids) == 20 and row.truncated and row.turns[0]["feedback"] == R.INVALID
 
 
 def test_total_limit_ends_a_trajectory():
@@ -124,9 +125,9 @@ def test_hostile_text_becomes_neither_tag_nor_special_token():
         decoded = TOKENIZER.decode(ids)
         assert not special & set(ids) and len(ids) <= 80
         assert decoded.count("</information>") == 1 and decoded.endswith("</information>\n\n")
-        assert not L.TAG.search(decoded.replace("<information>", "", 1).replace("</information>", "", 1))
+        assert not R.TAG.search(decoded.replace("<information>", "", 1).replace("</information>", "", 1))
         prompt = L.encode_prompt(text, TOKENIZER, config())
-        assert not special & set(prompt) and not L.TAG.search(TOKENIZER.decode(prompt)) and len(prompt) < 120
+        assert not special & set(prompt) and not R.TAG.search(TOKENIZER.decode(prompt)) and len(prompt) < 120
 
 
 def test_feedback_limit_keeps_the_closing_tag_and_whole_characters():
@@ -183,18 +184,16 @@ def test_exact_match(answer, golds, reward):
 def test_sampling_uses_the_whole_distribution():
     model = tiny_model(400)
     model.generation_config.top_k, model.generation_config.repetition_penalty = 20, 1.3
-    context = L.Context(model, 3000)
-    logits = context.feed(torch.full((3000, 1), 5), torch.ones(3000, 1, dtype=torch.long))
-    end = L.ActionEnd(model, TOKENIZER)
-    actions = L.sample_actions(context, logits, [1] * 3000, end, 1.0, torch.Generator().manual_seed(0))
+    sampler = L.Sampler(model, TOKENIZER, 3000, 1.0, torch.Generator().manual_seed(0))
+    actions = sampler.sample([[5]] * 3000, [1] * 3000)
     assert len({a[0] for a in actions}) > 380
 
 
 def test_cached_rollout_agrees_with_a_fresh_forward_pass(monkeypatch):
     model = tiny_model(len(TOKENIZER), seed=1)
     logits_seen = []
-    feed = L.Context.feed
-    monkeypatch.setattr(L.Context, "feed", lambda self, ids, mask: logits_seen.append(feed(self, ids, mask)) or logits_seen[-1])
+    read = L.Sampler.read
+    monkeypatch.setattr(L.Sampler, "read", lambda self, lists: logits_seen.append(read(self, lists)) or logits_seen[-1])
     cfg = config(max_action_tokens=12, max_turns=3, max_total_tokens=400)
     questions = [{"id": str(i), "question": "who " * (i + 1), "golden_answers": ["x"]} for i in range(6)]
     rows = L.rollout(model, TOKENIZER, questions, BM25Retriever(PASSAGES), cfg, torch.Generator().manual_seed(0))

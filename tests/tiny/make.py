@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 import llds_grpo                                                                                            # noqa: E402
-from retriever import BM25Retriever                                                                         # noqa: E402
+from retriever import INVALID, BM25Retriever                                                                         # noqa: E402
 
 PEOPLE, FILMS, CITIES = 150, 300, 40
 AMBIGUOUS = 0.2                                             # share of people for whom two passages name two cities
@@ -125,8 +125,8 @@ def warm_start(policy, tokenizer, cfg, lists, rng):
         optimizer.param_groups[0]["lr"] = LR * min((step + 1) / WARMUP, (STEPS - step) / (STEPS - WARMUP))
         optimizer.zero_grad()
         total = 0.0
-        for chosen, length in llds_grpo.microbatches([len(ids) for ids, _ in rows], 4096):
-            logps, _ = llds_grpo.token_logps(policy, input_ids[chosen, :length], mask[chosen, :length - 1])
+        for chosen in llds_grpo.microbatches([len(ids) for ids, _ in rows], 4096):
+            logps, _ = llds_grpo.token_logps(policy, input_ids[chosen], mask[chosen])
             loss = -logps.sum() / mask.sum()
             loss.backward()
             total += loss.item()
@@ -143,7 +143,7 @@ def main(folder: Path):
     taken = set()
     lists = names(rng, PEOPLE, taken), names(rng, FILMS, taken), names(rng, CITIES, taken)
     forms = " ".join([PLAN, DIRECTED, KNOWN, CITY, BORN, FACT, *(form for group in FORMS.values() for form in group)]).replace("{}", "")
-    plain_text = "Question: Doc 1 2 3 (Title: ) . No passage found by " + forms + llds_grpo.INVALID
+    plain_text = "Question: Doc 1 2 3 (Title: ) . No passage found by " + forms + INVALID
     words = list(dict.fromkeys(TAGS + re.findall(WORD, plain_text) + [name for group in lists for name in group]))
     tokenizer = make_tokenizer(words)
     cfg = llds_grpo.TINY
