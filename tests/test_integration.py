@@ -1,6 +1,6 @@
-"""The README's own code, run against TRL and verl where they are installed, and compared with llds_loss."""
+"""The README's own code and the recipes that it links to, run against TRL and verl where they are installed, and compared with llds_loss."""
+import importlib
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,14 +13,18 @@ from worlds import bpe_tokenizer, tiny_model
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 
 
-def readme_code(name, tmp_path, monkeypatch):
-    """The README's block that begins with '# name', imported as a module."""
-    block = re.search(rf"```python\n# {name}\n(.*?)```", README, re.S).group(1)
-    assert len(block.strip().splitlines()) <= 40
-    (tmp_path / name).write_text(block)
-    monkeypatch.syspath_prepend(tmp_path)
-    sys.modules.pop(name[:-3], None)
-    return __import__(name[:-3])
+def recipe(name):
+    """tests/NAME as a module; the README links to it and quotes lines of it."""
+    code = Path(__file__).with_name(name).read_text(encoding="utf-8")
+    assert f"](tests/{name})" in README and len(code.strip().splitlines()) <= 50
+    return importlib.import_module(name[:-3])
+
+
+def test_the_readme_quotes_the_recipes():
+    for block in re.findall(r"```python\n# of tests/(\w+\.py)\n(.*?)```", README, re.S):
+        code = Path(__file__).with_name(block[0]).read_text(encoding="utf-8")
+        assert block[1] in code
+    assert README.count("# of tests/") == 2
 
 
 def test_the_one_line_of_the_readme_runs():
@@ -47,7 +51,7 @@ def test_action_ids_from_mask():
 def test_trl(tmp_path, monkeypatch):
     trl = pytest.importorskip("trl")
     from datasets import Dataset
-    module = readme_code("trl_llds.py", tmp_path, monkeypatch)
+    module = recipe("trl_llds.py")
     seen = []
 
     class Checked(module.LLDSGRPOTrainer):
@@ -83,7 +87,7 @@ def test_trl(tmp_path, monkeypatch):
 
 def test_verl(tmp_path, monkeypatch):
     core = pytest.importorskip("verl.trainer.ppo.core_algos")
-    module = readme_code("verl_llds.py", tmp_path, monkeypatch)
+    module = recipe("verl_llds.py")
     from verl.workers.config import FSDPActorConfig
     torch.manual_seed(0)
     mask = torch.tensor([[1, 1, 0, 0, 1, 1], [1, 0, 0, 1, 1, 0], [1, 1, 1, 0, 1, 0]])
