@@ -18,7 +18,7 @@ from tqdm import tqdm
 from llds_grpo import Config, grpo_loss, make_minibatches, minibatch_logps, rollout, token_logps
 from retriever import (BM25Retriever, InputError, Parser, RetrieverError, checkpoints, load_hotpotqa,
                        load_policy, load_questions, load_retriever, load_task, load_tokenizer, mean,
-                       read_config, read_metrics, resolve)
+                       read_config, read_metrics, resolve, split_names)
 
 GENERAL = ["nq", "triviaqa", "popqa"]                                        # Table 1: general QA
 MULTI_HOP = ["hotpotqa", "2wikimultihopqa", "musique", "bamboogle"]          # Table 1: multi-hop QA
@@ -36,7 +36,8 @@ def open_policy(path: str, args):
     options = ("device", "corpus", "retriever_url", "test_data", "rollout_batch", "max_turns")
     cfg = dataclasses.replace(cfg, **{k: v for k, v in vars(args).items() if k in options and v})
     tokenizer = load_tokenizer(model)
-    return load_policy(model, resolve(cfg, tokenizer), trainable=False), tokenizer, cfg, run
+    policy = load_policy(model, resolve(cfg, tokenizer), trainable=False, tokens=cfg.max_total_tokens)
+    return policy, tokenizer, cfg, run
 
 
 def evaluate(policy, tokenizer, questions, retriever, cfg):
@@ -68,8 +69,8 @@ def test_sets(cfg, limit: int) -> tuple[dict, object]:
                              "--retriever-url URL")
         questions, passages = load_hotpotqa(limit or 1000, cfg.seed, "validation")
         return {"hotpotqa": questions}, BM25Retriever(passages)
-    names = cfg.test_data.split("+") if cfg.test_data else GENERAL + MULTI_HOP
-    sets = {Path(name).stem: load_questions(name, splits=("test", "dev")) for name in names}
+    names = split_names(cfg.test_data) if cfg.test_data else GENERAL + MULTI_HOP
+    sets = {Path(name).stem: load_questions(name, ("test", "dev"), "--test-data") for name in names}
     return {name: questions[:limit or None] for name, questions in sets.items()}, load_retriever(cfg)
 
 
@@ -278,12 +279,12 @@ def probe_checkpoint(folder, args, generator):
     groups, rounds = make_minibatches(rows, cfg, policy.device), {}                       # one question each
     for i, group in enumerate(groups):
         group["rewards"] = torch.tensor([row.reward for row in rows[8 * i:8 * i + 8]])    # (G,)
-        logps, _ = minibatch_logps(policy, group)                                         # (G, T)
+        logps, _ = minibatch_logps(policy, group, cfg.temperature)                        # (G, T)
         for row, x, ids in zip(rows[8 * i:8 * i + 8], logps, group["action_ids"]):
             rounds.setdefault(len(row.turns) - 1, []).append(-x[ids > 0].mean().item())
 
     def logps_of(group):                                                                  # (G, T)
-        parts = [token_logps(policy, group["input_ids"][part], group["action_ids"][part])[0]
+        parts = [token_logps(policy, group["input_ids"][part], group["action_ids"][part], cfg.temperature)[0]
                  for part in group["microbatches"]]
         return torch.cat(parts)[torch.cat(group["microbatches"]).argsort()]
 

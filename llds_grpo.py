@@ -290,7 +290,7 @@ def record_feedback(row, passages, tokenizer, cfg) -> list[int]:
 
 
 # ================================================================================== Sec. 3: log-probabilities
-def token_logps(model, input_ids, action_ids, with_entropy=False, chunk=1024):
+def token_logps(model, input_ids, action_ids, temperature=1.0, with_entropy=False, chunk=1024):
     """ln pi(token) at action tokens, 0 elsewhere, and likewise the entropy in nats: two (B, T), float32.
 
     input_ids (B, T + 1), right-padded; action_ids (B, T). Padding stands right of every action token and
@@ -301,7 +301,8 @@ def token_logps(model, input_ids, action_ids, with_entropy=False, chunk=1024):
     end = int(chosen.any(0).nonzero().max()) + 1 if chosen.any() else 1             # the rest is padding
 
     def score(hidden, target):                                                      # (n, H), (n,)
-        logps = model.get_output_embeddings()(hidden).float().log_softmax(-1)       # (n, V)
+        logits = model.get_output_embeddings()(hidden).float()                      # (n, V)
+        logps = (logits / temperature).log_softmax(-1)                              # (n, V) the sampler's pi
         entropy = -(logps.exp() * logps).sum(-1) if with_entropy else target.float() * 0       # (n,)
         return logps.gather(-1, target[:, None])[:, 0], entropy                     # (n,), (n,)
 
@@ -488,13 +489,13 @@ def microbatches(lengths: list[int], max_tokens: int) -> list[list[int]]:
 
 
 @torch.no_grad()
-def minibatch_logps(model, batch, with_entropy=False):
+def minibatch_logps(model, batch, temperature=1.0, with_entropy=False):
     """token_logps of a whole mini-batch, by the training pass's own micro-batches: two (B, T)."""
     logps = torch.zeros(batch["action_ids"].shape, device=batch["input_ids"].device)                  # (B, T)
     entropy = torch.zeros_like(logps)                                               # (B, T)
     for rows in batch["microbatches"]:
         logps[rows], entropy[rows] = token_logps(model, batch["input_ids"][rows], batch["action_ids"][rows],
-                                                 with_entropy)
+                                                 temperature, with_entropy)
     return logps, entropy
 
 
@@ -508,7 +509,7 @@ def update(policy, optimizer, batch, cfg, beta) -> dict:
     policy.train()                                                   # checkpointing needs it; dropout is 0
     logps = batch["old_logps"].clone()                                              # (B, T)
     for rows in batch["microbatches"]:
-        new, _ = token_logps(policy, batch["input_ids"][rows], batch["action_ids"][rows])             # (b, T)
+        new, _ = token_logps(policy, batch["input_ids"][rows], batch["action_ids"][rows], cfg.temperature)
         total_loss(cfg, logps.index_copy(0, rows, new), batch, beta)[0].backward()
         logps[rows] = new.detach()
     _, terms = total_loss(cfg, logps, batch, beta)                # the mini-batch's own value, all rows new
@@ -563,9 +564,9 @@ def train_step(step, policy, reference, tokenizer, optimizer, generator, questio
     minibatches = make_minibatches(rows, cfg, policy.device)
     # 3. ln pi_old, before any update and by the code of the training pass: Delta starts at exactly 0.
     for batch in minibatches:
-        batch["old_logps"], batch["entropy"] = minibatch_logps(policy, batch, with_entropy=True)      # (B, T)
+        batch["old_logps"], batch["entropy"] = minibatch_logps(policy, batch, cfg.temperature, True)  # (B, T)
         if reference is not None:
-            batch["ref_logps"], _ = minibatch_logps(reference, batch)                                 # (B, T)
+            batch["ref_logps"], _ = minibatch_logps(reference, batch, cfg.temperature)                # (B, T)
     clock.append(time.perf_counter())
     metrics = rollout_metrics(rows, minibatches, cfg)
     # 4. Updates: pi_theta leaves pi_old, and LLDS acts from the second one on.
@@ -594,10 +595,10 @@ def train(cfg: Config, resume: Path | None = None) -> Path:
     start = next(reversed(checkpoints(out)), None) if resume else None     # none yet: from the first step on
     tokenizer = load_tokenizer(cfg.model)
     device = resolve(cfg, tokenizer)
-    policy = load_policy(str(start or cfg.model), device)
+    policy = load_policy(str(start or cfg.model), device, tokens=cfg.max_total_tokens)
     reference = load_policy(cfg.model, device, trainable=False) if cfg.kl_coef else None
     if cfg.gradient_checkpointing:
-        policy.gradient_checkpointing_enable()
+        policy.activation_checkpointing_enable()
     questions, retriever = load_task(cfg)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=cfg.lr, weight_decay=cfg.weight_decay,
                                   fused=device.type == "cuda")

@@ -23,6 +23,7 @@ import time
 import unicodedata
 import urllib.request
 from functools import lru_cache
+from http.client import HTTPException
 from pathlib import Path
 
 import numpy as np
@@ -40,48 +41,98 @@ class RetrieverError(RuntimeError):
     """The retrieval server cannot be used; the message names its address and the cause."""
 
 
+# ====================================================================================================== files
+READABLE = (".jsonl", ".json", ".parquet")                            # the first two also as .gz
+
+
+def read_rows(path: str, option: str):
+    """(number, place, object) of each row of a local file: JSON lines, a JSON array of objects, or parquet.
+
+    Raises InputError that names option, file and place for whatever cannot be read.
+    """
+    name = Path(path).name.lower()
+    suffix = Path(name.removesuffix(".gz")).suffix
+    if not Path(path).is_file():
+        wrong = "this is a folder" if Path(path).is_dir() else "there is no such file"
+        raise InputError(f"{option} {path}: {wrong}")
+    if suffix not in READABLE:
+        raise InputError(f"{option} {path}: cannot read {suffix or 'a file without suffix'}, only "
+                         f"{', '.join(READABLE)}, the first two also as .gz")
+    if suffix == ".parquet":
+        from datasets import load_dataset
+        from datasets.exceptions import DatasetGenerationError
+        try:
+            rows = load_dataset("parquet", data_files=str(path), split="train")
+        except (ValueError, DatasetGenerationError) as error:
+            cause = str(error).splitlines()[0]
+            raise InputError(f"{option} {path} is not a readable parquet file: {cause}") from None
+        yield from ((n, f"{path}, row {n + 1}", row) for n, row in enumerate(rows))
+        return
+    try:
+        with (gzip.open if name.endswith(".gz") else open)(path, "rt", encoding="utf-8-sig") as lines:
+            first = next((line for line in lines if line.strip()), "")
+            is_array = first.lstrip().startswith("[")
+            rows = json.loads(first + lines.read()) if is_array else ()
+            lines.seek(0)
+            for n, row in enumerate(rows if is_array else lines):
+                if is_array or row.strip():
+                    row = row if is_array else json_or_none(row)
+                    place = f"{path}, {'item' if is_array else 'line'} {n + 1}"
+                    if not isinstance(row, dict):
+                        raise InputError(f"{option} {place} is not a JSON object")
+                    yield n, place, row
+    except json.JSONDecodeError as error:
+        raise InputError(f"{option} {path} begins like a JSON array but is none: {error}") from None
+    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
+        raise InputError(f"{option} {path} is not a whole UTF-8 text file (or its gzip): {error}") from None
+
+
+def json_or_none(text: str):
+    """What a JSON text means, None if it is not JSON."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def first_of(row: dict, names: tuple):
+    """The value of the first of these fields that is there and not null."""
+    return next((row[name] for name in names if row.get(name) is not None), None)
+
+
 # =================================================================================================== passages
 def tokenize(text: str) -> list[str]:
     """Lower-case words of `text`; accents stay, in composed form: both spellings of "é" are one word."""
     return re.findall(r"\w+", unicodedata.normalize("NFC", text).lower())
 
 
-def split_contents(contents: str) -> tuple[str, str]:
-    """Search-R1's passage text, '"Title"\\ntext', as (title, text). Without a line break it is all text."""
-    title, newline, text = contents.partition("\n")
-    return (title.strip().strip('"'), text.strip()) if newline else ("", contents.strip())
+def as_passage(row: dict, where: str, number: int = 0) -> dict:
+    """{"id", "title", "text"} from {"contents": '"Title"\\ntext'} (Search-R1) or {"title", "text"} (BEIR).
 
-
-def read_jsonl(path):
-    """(line number, object) of each line of a .jsonl or .jsonl.gz file. InputError names file and line."""
-    try:
-        with (gzip.open if str(path).endswith(".gz") else open)(path, "rt", encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    try:
-                        row = json.loads(line)
-                    except ValueError:
-                        row = None
-                    if not isinstance(row, dict):
-                        raise InputError(f"{path}, line {number} is not a JSON object")
-                    yield number, row
-    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
-        raise InputError(f"{path} is not a whole UTF-8 text file (or its gzip): {error}") from None
-
-
-def load_corpus(path: str) -> list[dict]:
-    """Passages {"id", "title", "text"} from a .jsonl(.gz) file of {"id", "contents": "\\"Title\\"\\ntext"}.
-
-    Raises InputError that names the file and line of an unusable passage, or the file when it holds none.
+    A title field beside contents counts; the id is "id" or "_id", else the number. Raises InputError.
     """
-    passages = []
-    for number, row in read_jsonl(path):
-        if not isinstance(row.get("contents"), str):
-            raise InputError(f'{path}, line {number}: a passage must be {{"id", "contents"}}, both texts')
-        title, text = split_contents(row["contents"])
-        passages.append({"id": str(row.get("id", number - 1)), "title": title, "text": text})
+    row = row if isinstance(row, dict) else {}
+    title, text = row.get("title") or "", first_of(row, ("contents", "text"))
+    if not isinstance(title, str) or not isinstance(text, str):
+        raise InputError(f'{where}: a passage needs "contents", or "title" and "text", all texts; '
+                         f"it has {', '.join(map(str, row)) or 'nothing'}")
+    if row.get("contents") is not None:
+        head, newline, body = text.partition("\n")
+        head = head.strip().strip('"')
+        if newline and title in ("", head):
+            title, text = head, body
+    name = first_of(row, ("id", "_id"))
+    return {"id": str(number if name is None else name), "title": title.strip(), "text": text.strip()}
+
+
+def load_corpus(path: str, option: str = "--corpus") -> list[dict]:
+    """The passages of a file that read_rows reads, as as_passage gives them.
+
+    Raises InputError that names the place of an unusable passage, or the file when it holds none.
+    """
+    passages = [as_passage(row, f"{option} {place}", n) for n, place, row in read_rows(path, option)]
     if not passages:
-        raise InputError(f"{path}: the corpus holds no passage")
+        raise InputError(f"{option} {path}: the corpus holds no passage")
     return passages
 
 
@@ -90,6 +141,14 @@ def hotpotqa_corpus(rows) -> list[dict]:
     texts = {title: "".join(sentences).strip() for row in rows
              for title, sentences in zip(row["context"]["title"], row["context"]["sentences"])}
     return [{"id": str(i), "title": title, "text": text} for i, (title, text) in enumerate(texts.items())]
+
+
+def check_search(queries, topk: int) -> None:
+    """Raises ValueError for a query that is no list of texts, or for topk < 1."""
+    if isinstance(queries, str) or not all(isinstance(query, str) for query in queries):
+        raise InputError(f"search takes a list of texts, not {queries!r:.60}")
+    if topk < 1:
+        raise ValueError(f"topk must be at least 1, not {topk}")
 
 
 class LuceneBM25(BM25Okapi):
@@ -114,6 +173,8 @@ class BM25Retriever:
     def __init__(self, passages: list[dict]):
         if not passages:
             raise InputError("BM25Retriever needs at least one passage, the corpus is empty")
+        if not all(isinstance(p, dict) and {"id", "title", "text"} <= set(p) for p in passages):
+            raise InputError('BM25Retriever takes passages [{"id", "title", "text"}, ...], as of load_corpus')
         self.passages = passages
         words = [tokenize(f"{p['title']} {p['text']}") for p in passages]
         self.word_index = {}
@@ -137,8 +198,7 @@ class BM25Retriever:
 
         A query without a known word gets []. Raises ValueError for topk < 1.
         """
-        if topk < 1:
-            raise ValueError(f"topk must be at least 1, not {topk}")
+        check_search(queries, topk)
         return [self._search(query, topk) for query in queries]
 
     def _search(self, query, topk):
@@ -169,6 +229,7 @@ class HTTPRetriever:
         self.url, self.timeout, self.tries, self.pause = url, timeout, tries, pause
 
     def search(self, queries: list[str], topk: int = 3) -> list[list[dict]]:
+        check_search(queries, topk)
         if not queries:
             return []
         body = json.dumps({"queries": queries, "topk": topk, "return_scores": True}).encode()
@@ -178,21 +239,34 @@ class HTTPRetriever:
             try:
                 request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"})
                 with urllib.request.urlopen(request, timeout=self.timeout) as reply:
-                    result = json.load(reply)["result"]
-                if len(result) != len(queries):
-                    raise ValueError(f"{len(result)} result lists for {len(queries)} queries")
-                return [[self._passage(p) for p in passages[:topk]] for passages in result]
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                    return self._parse(json.load(reply), len(queries), topk)
+            except InputError as error:
+                cause = str(error)
+            except (OSError, HTTPException, ValueError) as error:
                 cause = f"{type(error).__name__}: {error}"
         raise RetrieverError(f"the retrieval server {self.url} failed {self.tries} times, last with {cause}; "
-                           "start it or correct --retriever-url")
+                             "start it or correct --retriever-url")
 
     @staticmethod
-    def _passage(passage):
-        document = passage.get("document", passage)
-        title, text = split_contents(document["contents"])
-        return {"id": str(document.get("id", document["contents"])), "title": title, "text": text,
-                "score": float(passage.get("score", 0.0))}
+    def _parse(reply, count, topk):
+        result = reply.get("result") if isinstance(reply, dict) else None
+        if not isinstance(result, list) or not all(isinstance(passages, list) for passages in result):
+            raise InputError('an answer without {"result": [[passage, ..], ..]}')
+        if len(result) != count:
+            raise InputError(f"{len(result)} result lists for {count} queries")
+        found = []
+        for passages in result:
+            found.append([])
+            for passage in passages[:topk]:
+                outer = passage if isinstance(passage, dict) else {}
+                score = outer.get("score", 0.0)
+                if isinstance(score, bool) or not isinstance(score, (int, float)):
+                    raise InputError(f"a passage whose score is {score!r}, not a number")
+                document = as_passage(outer.get("document", outer), "an unusable answer")
+                if first_of(outer.get("document", outer), ("id", "_id")) is None:
+                    document["id"] = document["title"] + document["text"]      # two alike are one passage
+                found[-1].append({**document, "score": float(score)})
+        return found
 
 
 # ====================================================================================== what the policy reads
@@ -262,56 +336,91 @@ def encode_feedback(passages: list[dict] | None, tokenizer, limit: int) -> list[
 
 
 # ========================================================================================== questions, reward
+GOLD = ("golden_answers", "answer", "answers")                        # fields of a question's row
+SPELLINGS = ("value", "aliases", "normalized_value", "normalized_aliases",     # TriviaQA's dictionary
+             "text",                                                  # SQuAD's
+             "ground_truth", "target")                                # Search-R1's reward_model
+
+
+def gold_texts(value, where: str) -> list[str]:
+    """All spellings of a gold answer: a text, a number, a list of them, or a dictionary with SPELLINGS.
+
+    Raises InputError for what is none of these: a wrong gold answer would silently train the wrong thing.
+    """
+    value = value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
+    if isinstance(value, str):                                        # PopQA: a JSON list inside a text
+        inner = json_or_none(value) if value.strip()[:1] in ("[", "{") else None
+        return gold_texts(inner, where) if inner else [value.strip()]
+    if isinstance(value, dict):
+        names = [name for name in SPELLINGS if value.get(name) is not None]
+        if not names:
+            raise InputError(f"{where}: no gold answer is known among the fields {', '.join(map(str, value))}")
+        return gold_texts([value[name] for name in names], where)
+    if isinstance(value, (list, tuple)):
+        return [text for item in value for text in gold_texts(item, where)]
+    if value is None:
+        return []
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise InputError(f"{where}: the gold answer {value!r} is neither a text nor a number")
+    return [str(int(value) if value == int(value) else value)]
+
+
 def as_question(row: dict, where: str) -> dict:
-    """{"id", "question", "golden_answers"}; the row's: a list, an array, a text or a JSON list in one."""
-    question, golds = row.get("question"), row.get("golden_answers", row.get("answer"))
-    if isinstance(golds, str):
-        try:                                                  # PopQA's form: a JSON list inside a string
-            parsed = json.loads(golds)
-        except ValueError:
-            parsed = None
-        golds = parsed if isinstance(parsed, list) else [golds]
-    golds = [] if golds is None else list(golds)
-    golds = [str(gold) for gold in golds if gold is not None]
+    """{"id", "question", "golden_answers"} from a row: the question's text and the first field of GOLD there.
+
+    Without one, Search-R1's reward_model.ground_truth.target. Raises InputError if nothing could ever match.
+    """
+    question, gold = row.get("question"), first_of(row, (*GOLD, "reward_model"))
+    golds = list(dict.fromkeys(text for text in gold_texts(gold, where) if text.strip()))
     if not isinstance(question, str) or not question.strip() or not golds:
         has = ", ".join(map(str, row)) or "nothing"
-        raise InputError(f"{where} needs a question and golden_answers; it has {has}")
-    return {"id": str(row.get("id", where)), "question": question.strip(), "golden_answers": golds}
+        raise InputError(f"{where} needs a question and a gold answer that is not empty ({', '.join(GOLD)}); "
+                         f"it has {has}")
+    name = first_of(row, ("id", "_id"))
+    return {"id": str(where if name is None else name), "question": question.strip(), "golden_answers": golds}
 
 
-def load_questions(spec: str, splits=("train",)) -> list[dict]:
-    """Questions of hub sets ("nq+hotpotqa", the first of `splits` there) or files ("a.jsonl+b.parquet")."""
+def split_names(spec: str) -> list[str]:
+    """The parts of "a+b"; a + inside the path of a file that exists divides nothing."""
+    pieces, names = spec.split("+"), []
+    while pieces:
+        n = next((n for n in range(len(pieces), 1, -1) if Path("+".join(pieces[:n])).exists()), 1)
+        names.append("+".join(pieces[:n]))
+        pieces = pieces[n:]
+    return names
+
+
+def load_questions(spec: str, splits=("train",), option: str = "--data") -> list[dict]:
+    """Questions of hub sets ("nq+hotpotqa", the first of `splits` there) or files ("a.jsonl+b.parquet").
+
+    A name that exists, or has a suffix or a folder in it, is a file. Raises InputError that names the option.
+    """
+    names = split_names(spec)
+    local = [name for name in names if not name or Path(name).exists() or Path(name).suffix or "/" in name]
+    missing = [name for name in local if not Path(name).exists()]
+    if missing:
+        raise InputError(f"{option} {spec}: there is no such file as {missing[0] or spec}")
     questions = []
-    for name in spec.split("+"):
-        if Path(name).suffix in (".jsonl", ".json", ".parquet"):
-            if not Path(name).is_file():
-                raise InputError(f"--data {name}: there is no such file")
-            if name.endswith(".parquet"):
-                from datasets import load_dataset
-                from datasets.exceptions import DatasetGenerationError
-                try:
-                    rows = enumerate(load_dataset("parquet", data_files=name, split="train"), 1)
-                except (ValueError, DatasetGenerationError) as error:
-                    cause = str(error).splitlines()[0]
-                    raise InputError(f"--data {name} is not a readable parquet file: {cause}") from None
-            else:
-                rows = read_jsonl(name)
-            questions += [as_question(row, f"{name}, line {number}") for number, row in rows]
-        else:                                   # FlashRAG's collection: id, question, golden_answers per set
-            from datasets import load_dataset
-            try:
-                sets = load_dataset("RUC-NLPIR/FlashRAG_datasets", name)
-            except ValueError as error:                    # no such set in the collection
-                raise InputError(f"--data {name}: {str(error).splitlines()[0]}") from None
-            split = next((s for s in splits if s in sets), None)
-            if split is None:
-                wanted, there = " or ".join(splits), ", ".join(sets)
-                raise InputError(f"--data {name}: the hub set has no {wanted} split, only {there}")
-            rows = enumerate(sets[split], 1)
-            questions += [as_question(row, f"{name} {split}, row {number}") for number, row in rows]
+    for name in names:
+        rows = read_rows(name, option) if name in local else hub_rows(name, splits, option)
+        questions += [as_question(row, f"{option} {place}") for _, place, row in rows]
     if not questions:
-        raise InputError(f"--data {spec} holds no question")
+        raise InputError(f"{option} {spec} holds no question")
     return questions
+
+
+def hub_rows(name: str, splits, option: str):
+    """(number, place, row) of a set of FlashRAG's collection on the hub: id, question, golden_answers."""
+    from datasets import load_dataset
+    try:
+        sets = load_dataset("RUC-NLPIR/FlashRAG_datasets", name)
+    except ValueError as error:                                       # no such set in the collection
+        raise InputError(f"{option} {name}: {str(error).splitlines()[0]}") from None
+    split = next((s for s in splits if s in sets), None)
+    if split is None:
+        wanted, there = " or ".join(splits), ", ".join(sets)
+        raise InputError(f"{option} {name}: the hub set has no {wanted} split, only {there}")
+    return ((n, f"{name} {split}, row {n + 1}", row) for n, row in enumerate(sets[split]))
 
 
 def load_hotpotqa(count: int, seed: int, split="train") -> tuple[list[dict], list[dict]]:
@@ -336,8 +445,6 @@ def load_retriever(cfg):
         return HTTPRetriever(cfg.retriever_url)
     if not cfg.corpus:
         raise InputError(f"--data {cfg.data} brings no passages: give --corpus FILE or --retriever-url URL")
-    if not Path(cfg.corpus).is_file():
-        raise InputError(f"--corpus {cfg.corpus}: there is no such file")
     return BM25Retriever(load_corpus(cfg.corpus))
 
 
@@ -374,12 +481,34 @@ def hub_name(model: str) -> str:
     return f"Qwen/{model}" if short else model
 
 
-def load_policy(model: str, device, trainable=True):
+def cannot_load(what: str, model: str, error: Exception) -> InputError:
+    """An InputError in one sentence; for a run's checkpoint it names the one before it."""
+    cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    folder, before = Path(model), []
+    if folder.name.startswith("checkpoint-"):
+        before = [c for c in checkpoints(folder.parent) if c != folder and (c / "trainer.pt").is_file()]
+    hint = f"; remove {folder} to continue from {before[-1].name}" if before else ""
+    return InputError(f"cannot load the {what} {model}: {cause}{hint}")
+
+
+def on_hub(model: str) -> None:
+    """Raises InputError at once for a model that is neither a folder, nor cached, nor on the hub."""
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    try:
+        if not Path(model).is_dir() and not isinstance(try_to_load_from_cache(model, "config.json"), str):
+            HfApi().model_info(model, timeout=10)
+    except Exception as error:                     # an illegal name, an unknown one, no network
+        reason = InputError(f"it is no folder, and the hub says: {error}")
+        raise cannot_load("model", model, reason) from None
+
+
+def load_policy(model: str, device, trainable=True, tokens: int = 0):
     """A causal language model, float32 and without dropout: old and new log-probabilities must agree exactly.
 
-    Raises InputError for a checkpoint that is missing, damaged or not a causal language model.
+    Raises InputError for one that is missing, damaged, of another kind, or has less than `tokens` positions.
     """
     model = hub_name(model)
+    on_hub(model)
     try:
         config = AutoConfig.from_pretrained(model)
         for key, value in vars(config).items():
@@ -388,21 +517,25 @@ def load_policy(model: str, device, trainable=True):
         policy, report = AutoModelForCausalLM.from_pretrained(model, config=config, dtype=torch.float32,
                                                               use_safetensors=True, output_loading_info=True)
     except Exception as error:                      # whatever the library raises, the checkpoint is the cause
-        raise InputError(f"cannot load the model {model}: {str(error).strip().splitlines()[0]}") from None
+        raise cannot_load("model", model, error) from None
     wrong = [*report["missing_keys"], *report["mismatched_keys"]]
     if wrong:
-        raise InputError(f"cannot load the model {model}: {len(wrong)} weights do not fit its config, "
-                         f"the first is {wrong[0]}")
+        first = InputError(f"{len(wrong)} weights do not fit its config, the first is {wrong[0]}")
+        raise cannot_load("model", model, first)
+    positions = getattr(config, "max_position_embeddings", None) or math.inf
+    if tokens > positions:
+        raise InputError(f"--max-total-tokens {tokens} is more than the {positions} positions of {model}")
     return policy.to(device).requires_grad_(trainable)
 
 
 def load_tokenizer(model: str):
     """tokenizer.json as it is written; AutoTokenizer would rebuild its rules from the architecture."""
+    model = hub_name(model)
+    on_hub(model)
     try:
-        return PreTrainedTokenizerFast.from_pretrained(hub_name(model))
+        return PreTrainedTokenizerFast.from_pretrained(model)
     except Exception as error:                      # as above
-        cause = str(error).strip().splitlines()[0]
-        raise InputError(f"cannot load the tokenizer of {hub_name(model)}: {cause}") from None
+        raise cannot_load("tokenizer of", model, error) from None
 
 
 def autocast(device):
@@ -449,8 +582,11 @@ def parse_args(argv, base, small) -> tuple[object, Path | None]:
 
 
 def read_config(run: Path, kind):
-    """The settings of a run."""
-    return kind(**json.loads((Path(run) / "config.json").read_text(encoding="utf-8")))
+    """The settings of a run. Raises InputError for a file that does not hold them."""
+    try:
+        return kind(**json.loads((Path(run) / "config.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise InputError(f"{run}/config.json does not hold the settings of a run: {error}") from None
 
 
 def check(cfg) -> None:
@@ -494,15 +630,18 @@ def checkpoints(run: Path) -> list[Path]:
 
 def open_run(out: Path, start: Path | None, cfg, optimizer, generator) -> int:
     """Make or reopen the files of a run; restore optimiser and RNG from `start`. Returns the first step."""
+    first = 0
+    if start:
+        try:
+            state = torch.load(start / "trainer.pt", weights_only=True, map_location="cpu")
+            optimizer.load_state_dict(state["optimizer"])
+            generator.set_state(state["generator"])
+            first = state["step"]
+        except Exception as error:                  # whatever torch raises, the checkpoint is the cause
+            raise cannot_load("optimiser of", str(start), error) from None
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.tmp").write_text(json.dumps(dataclasses.asdict(cfg), indent=1), encoding="utf-8")
     os.replace(out / "config.tmp", out / "config.json")
-    first = 0
-    if start:
-        state = torch.load(start / "trainer.pt", weights_only=True, map_location="cpu")
-        optimizer.load_state_dict(state["optimizer"])
-        generator.set_state(state["generator"])
-        first = state["step"]
     with open(out / "metrics.jsonl", "ab+") as log:                # steps after the checkpoint are made again
         log.seek(0)
         log.truncate(sum(map(len, log.readlines()[:first])))
