@@ -36,7 +36,9 @@ def open_policy(path: str, args):
     options = ("device", "corpus", "retriever_url", "test_data", "rollout_batch", "max_turns")
     cfg = dataclasses.replace(cfg, **{k: v for k, v in vars(args).items() if k in options and v})
     tokenizer = load_tokenizer(model)
-    policy = load_policy(model, resolve(cfg, tokenizer), trainable=False, tokens=cfg.max_total_tokens)
+    policy = load_policy(model, resolve(cfg, tokenizer), trainable=False)
+    positions = getattr(policy.config, "max_position_embeddings", None) or cfg.max_total_tokens
+    cfg.max_total_tokens = min(cfg.max_total_tokens, positions)
     return policy, tokenizer, cfg, run
 
 
@@ -99,44 +101,52 @@ def run_eval(args):
 
 # ================================================================================= Def. A.3: the death spiral
 def death_spiral(history, window=10):
-    """Sec. 5.1, Def. A.3: the phase that a run is in, from its metrics (a list of dicts, one per step).
+    """Def. A.3, Sec. 5.1: which phase a run is in, from its metrics (a list of dicts, one per step).
 
-    l and r: means of logp_right and reward over the last `window` steps [ours: the paper has no thresholds].
-    II, steady decay: l is below its best by 0.02 nats a token and half of |best|, since it last was near it.
-    III, acceleration: from then on the first step where l fell by 0.1 within a window, r below its best.
-    I, early stagnation: neither, but r rises while l does not. 0: none of them.
+    r, l: means of reward and logp_right over `window` steps. Fallen: below the best so far by half of it and
+    by 0.05 (r) or 0.02 nats (l) [ours: the paper has no thresholds]; turned: last within a quarter of that.
+    III, acceleration: both have fallen. II, steady decay: l alone. I, early stagnation, is what came before.
+    0: r alone (no likelihood displacement) or neither (healthy; recovered if one had fallen before).
     Returns {"phase": 0 to 3, "since": first step or None, "spans": [(name, first, last)], "text": words}.
     """
-    def smooth(key):
-        means, last = [], 0.0
-        for i in range(len(history)):
-            values = [row[key] for row in history[max(0, i - window + 1):i + 1] if row[key] is not None]
-            last = sum(values) / len(values) if values else last          # no right response: the last known
-            means.append(last)
-        return means
+    steps = range(window - 1, len(history))
+
+    def course(key, least):
+        means, fallen, best = [None] * len(history), [], None
+        for i in steps:
+            values = [row[key] for row in history[i - window + 1:i + 1] if row[key] is not None]
+            means[i] = sum(values) / len(values) if values else means[i - 1]         # or the last known
+            best = means[i] if best is None else max(best, means[i])
+            fallen += [i] if best is not None and means[i] < best - max(least, abs(best) / 2) else []
+        near = [] if best is None else [i for i in steps if means[i] is not None
+                                        and means[i] >= best - max(least, abs(best) / 2) / 4]
+        words = "" if best is None else f"from {best:.3f} to {means[-1]:.3f}"
+        return {"fallen": fallen, "turned": max(near, default=None), "words": words}
 
     def verdict(phase, since, spans, text):
         return {"phase": phase, "since": since, "spans": spans, "text": text}
 
     if len(history) < 2 * window:
         return verdict(0, None, [], f"too short to judge: the phases need {2 * window} steps")
-    l, r, steps = smooth("logp_right"), smooth("reward"), range(window - 1, len(history))
-    best, end = max(l[i] for i in steps), len(history) - 1
-    fall = max(0.02, 0.5 * abs(best))
-    if best - l[end] <= fall:
-        if r[end] > r[window - 1] and l[end] <= l[window - 1] + 0.1 * abs(l[window - 1]):
-            return verdict(1, 0, [], "phase I, early stagnation: the reward rises, the likelihood does not")
-        return verdict(0, None, [], "no death spiral: the likelihood of right responses has not fallen")
-    second = max(i for i in steps if l[i] >= best - fall / 4)
-    third = next((i for i in steps
-                  if i > second and l[i - window] - l[i] > 0.1 and r[i] < max(r[window - 1:i])), None)
-    fell = f"the log-likelihood of right responses fell from {best:.3f} to {l[end]:.3f} per token"
-    if third is None:
-        return verdict(2, second, [("II", second, end)],
-                       f"phase II, steady decay, since step {second}: {fell}")
-    return verdict(3, third, [("II", second, third), ("III", third, end)],
-                   f"phase III, acceleration, since step {third} (decay since step {second}): {fell}, "
-                   f"the reward is {r[end]:.3f}, at best {max(r[window - 1:]):.3f}")
+    r, l, end = course("reward", 0.05), course("logp_right", 0.02), len(history) - 1
+    if l["turned"] is None:
+        return verdict(0, None, [], "no right response in any step: there is no likelihood to judge")
+    second, third = l["turned"], max(l["turned"], r["turned"])
+    fell = f"the log-likelihood of right responses fell {l['words']} nats per token since step {second}"
+    if end in l["fallen"] and end in r["fallen"]:
+        return verdict(3, third, [("II", second, third), ("III", third, end)],
+                       f"phase III, acceleration: the reward fell {r['words']} since step {third}, {fell}")
+    if end in l["fallen"]:
+        return verdict(2, second, [("II", second, end)], f"phase II, steady decay: {fell}")
+    if end in r["fallen"]:
+        return verdict(0, r["turned"], [],
+                       f"the reward collapsed {r['words']} since step {r['turned']}, but the likelihood of "
+                       "right responses has not fallen: this is no death spiral")
+    before = sorted(r["fallen"] + l["fallen"])
+    if before:
+        return verdict(0, None, [], f"recovered: reward or likelihood had fallen from step {before[0]} to "
+                       f"{before[-1]}, both are back")
+    return verdict(0, None, [], "healthy: neither reward nor likelihood of right responses has fallen")
 
 
 # ====================================================================================================== plots

@@ -354,7 +354,7 @@ def gold_texts(value, where: str) -> list[str]:
     if isinstance(value, dict):
         names = [name for name in SPELLINGS if value.get(name) is not None]
         if not names:
-            raise InputError(f"{where}: no gold answer is known among the fields {', '.join(map(str, value))}")
+            raise InputError(f"{where}: no gold answer is known among {', '.join(map(str, value))}")
         return gold_texts([value[name] for name in names], where)
     if isinstance(value, (list, tuple)):
         return [text for item in value for text in gold_texts(item, where)]
@@ -524,7 +524,7 @@ def load_policy(model: str, device, trainable=True, tokens: int = 0):
         raise cannot_load("model", model, first)
     positions = getattr(config, "max_position_embeddings", None) or math.inf
     if tokens > positions:
-        raise InputError(f"--max-total-tokens {tokens} is more than the {positions} positions of {model}")
+        raise InputError(f"--max-total-tokens {tokens} exceeds the {positions} positions of {model}; lower it")
     return policy.to(device).requires_grad_(trainable)
 
 

@@ -1,9 +1,11 @@
 """Retrieval, corpora and questions: local files, the hub's schemas, and a real HTTP server that misbehaves."""
 import gzip
 import json
+import re
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -90,6 +92,60 @@ def test_load_corpus(tmp_path):
         load_corpus(tmp_path / "empty.jsonl")
 
 
+def test_a_byte_order_mark_is_skipped(tmp_path):
+    passage, question = '{"id": "7", "contents": "A moth."}\n', '{"question": "who ?", "answer": "a"}\n'
+    for mark in (b"", b"\xef\xbb\xbf"):
+        for name, write in (("x.jsonl", Path.write_bytes), ("x.jsonl.gz", lambda path, data: path.write_bytes(gzip.compress(data))),
+                            ("x.json", Path.write_bytes), ("X.JSONL", Path.write_bytes)):
+            write(tmp_path / name, mark + passage.encode())
+            assert load_corpus(str(tmp_path / name)) == [{"id": "7", "title": "", "text": "A moth."}]
+            write(tmp_path / name, mark + question.encode())
+            assert R.load_questions(str(tmp_path / name))[0]["golden_answers"] == ["a"]
+            write(tmp_path / name, mark + b"\n[" + question.encode() + b"]")                    # one JSON array
+            assert [q["question"] for q in R.load_questions(str(tmp_path / name))] == ["who ?"]
+
+
+MOSS = {"id": "7", "title": "Moss", "text": "Moss is a plant."}
+
+
+@pytest.mark.parametrize("row", [MOSS, {"id": "7", "title": "Moss", "contents": "Moss is a plant."}, {"_id": 7, "title": "Moss", "text": "Moss is a plant."},
+                                 {"id": 7, "contents": '"Moss"\nMoss is a plant.'}, {"id": 7, "title": "Moss", "contents": '"Moss"\nMoss is a plant.'},
+                                 {"id": 7, "title": None, "contents": "Moss\nMoss is a plant."}, {**MOSS, "contents": None}])
+def test_passages_as_other_projects_write_them(row, tmp_path):
+    (tmp_path / "c.jsonl").write_text(json.dumps(row))
+    assert load_corpus(str(tmp_path / "c.jsonl")) == [MOSS]
+    assert client_reply([[{"document": row, "score": 1}]]) == client_reply([[row]], 0.0, 1.0) == [[{**MOSS, "score": 1.0}]]
+    assert [p["title"] for p in BM25Retriever(load_corpus(str(tmp_path / "c.jsonl"))).search(["moss"])[0]] == ["Moss"]
+
+
+def client_reply(result, without=None, score=None):
+    """What HTTPRetriever makes of an answer; a bare document has the score `without`, replaced by `score`."""
+    found = HTTPRetriever._parse({"result": result}, 1, 3)
+    return [[{**p, "score": score} if p["score"] == without else p for p in passages] for passages in found]
+
+
+def test_another_title_line_is_text():
+    assert R.as_passage({"title": "Moss", "contents": "Plants\nMoss is one."}, "", 4) == {"id": "4", "title": "Moss", "text": "Plants\nMoss is one."}
+
+
+@pytest.mark.parametrize("row", [{"contents": None}, {"contents": 3}, {"title": "Moss"}, {"title": ["Moss"], "text": "x"}, {"text": {"a": 1}}, {}])
+def test_unusable_passages_are_named(row, tmp_path):
+    (tmp_path / "c.jsonl").write_text(json.dumps(MOSS) + "\n" + json.dumps(row))
+    with pytest.raises(InputError, match="line 2.*needs"):
+        load_corpus(str(tmp_path / "c.jsonl"))
+
+
+def test_a_search_takes_a_list_of_texts_and_an_index_passages():
+    search = BM25Retriever(passages(["a moth"])).search
+    for queries in ("moth", [3], [None]):
+        for ask in (search, HTTPRetriever("http://127.0.0.1:9/retrieve").search):
+            with pytest.raises(InputError, match="list of texts"):
+                ask(queries)
+    for wrong in (["a b"], "a b", [{"text": "a b"}], [("a", "b")]):
+        with pytest.raises(InputError, match="takes passages"):
+            BM25Retriever(wrong)
+
+
 # ------------------------------------------------------------------------------------------------------------- questions
 
 @pytest.mark.parametrize("golds", [["Cobalt", "Co"], np.array(["Cobalt", "Co"], dtype=object), "Cobalt", '["Cobalt","Co"]', ("Cobalt",), ["Cobalt", None]])
@@ -105,6 +161,63 @@ def test_gold_answers_that_are_numbers_or_missing():
                 {"question": " ", "golden_answers": ["a"]}, {"question": 3, "golden_answers": ["a"]}, {}):
         with pytest.raises(InputError, match="row 9"):
             R.as_question(row, "row 9")
+
+
+@pytest.mark.parametrize("field, value, golds", [
+    ("answer", {"value": "Oslo", "aliases": ["Christiania", "Oslo"]}, ["Oslo", "Christiania"]),                         # TriviaQA
+    ("answer", {"value": "Oslo", "aliases": ["Kristiania"], "normalized_value": "oslo", "type": "x"}, ["Oslo", "Kristiania", "oslo"]),
+    ("answers", {"text": ["Oslo", "Oslo"], "answer_start": [3, 9]}, ["Oslo"]),                                          # SQuAD
+    ("answers", [{"text": "Oslo", "answer_start": 3}], ["Oslo"]),
+    ("reward_model", {"ground_truth": {"target": ["Oslo"]}, "style": "rule"}, ["Oslo"]),                                 # Search-R1
+    ("answer", 1969, ["1969"]), ("answer", 1969.0, ["1969"]), ("answer", 3.5, ["3.5"]), ("golden_answers", [["Oslo"]], ["Oslo"]),
+    ("golden_answers", np.array("Oslo"), ["Oslo"]), ("golden_answers", np.array([1, 2]), ["1", "2"]), ("golden_answers", np.int64(5), ["5"]),
+    ("answer", '{"value": "Oslo"}', ["Oslo"]), ("answer", "[1, 2]", ["1", "2"]), ("answer", "{x", ["{x"]), ("answer", " Oslo ", ["Oslo"]),
+    ("golden_answers", ["", "Oslo", None, " "], ["Oslo"])])
+def test_gold_answers_as_other_sets_write_them(field, value, golds):
+    assert R.as_question({"question": "q", field: value}, "row 1")["golden_answers"] == golds
+
+
+@pytest.mark.parametrize("value", [True, [True], {"name": "Oslo"}, {}, "", [""], [[], None], None, float("nan"), float("inf"), {"text": [], "answer_start": []},
+                                   np.array([]), b"Oslo", {"value": None}, {"target": [{}]}])
+def test_gold_answers_that_cannot_match_are_named(value):
+    for field in ("answer", "answers", "golden_answers"):
+        with pytest.raises(InputError, match="row 9"):
+            R.as_question({"question": "q", field: value}, "row 9")
+
+
+def test_the_first_gold_field_that_is_there_counts():
+    row = {"question": "q", "golden_answers": None, "answer": "a", "answers": ["b"], "reward_model": {"ground_truth": {"target": "c"}}}
+    assert R.as_question(row, "")["golden_answers"] == ["a"]
+    assert R.as_question({**row, "golden_answers": ["g"]}, "")["golden_answers"] == ["g"]
+    assert R.as_question({"question": "q", "answer": "a", "_id": 0}, "x")["id"] == "0" and R.as_question({"question": "q", "answer": "a"}, "x")["id"] == "x"
+
+
+def test_local_names_are_never_looked_for_on_the_hub(tmp_path, monkeypatch):
+    import datasets
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: pytest.fail("asked the hub"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c++").mkdir()
+    row = '{"question": "who ?", "answer": "a"}'
+    for name in ("q.jsonl.gz", "c++/t.jsonl", "a+b.jsonl", "plain"):
+        data = row.encode()
+        (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    assert len(R.load_questions("q.jsonl.gz")) == 1 and len(R.load_questions("c++/t.jsonl+q.jsonl.gz+a+b.jsonl")) == 3
+    for name, message in (("nothere.json", "no such file"), ("nothere.jsonl.gz", "no such file"), ("no/where", "no such file"), ("c++/x.jsonl", "no such file"),
+                          ("q.jsonl.gz+x.jsonl", "no such file as x.jsonl"), ("plain", "without suffix"), ("c++", "is a folder")):
+        with pytest.raises(InputError, match=f"--test-data.*{message}"):
+            R.load_questions(name, option="--test-data")
+    for suffix in (".csv", ".tsv", ".txt", ".json.zip", ".parquet.gz.x"):
+        (tmp_path / f"q{suffix}").write_text(row)
+        with pytest.raises(InputError, match="only .jsonl, .json, .parquet"):
+            R.load_questions(f"q{suffix}")
+        with pytest.raises(InputError, match="only .jsonl, .json, .parquet"):
+            load_corpus(f"q{suffix}")
+    (tmp_path / "half.json").write_text("[" + row)
+    with pytest.raises(InputError, match="JSON array"):
+        R.load_questions("half.json")
+    (tmp_path / "numbers.json").write_text("[" + row + ", 3]")
+    with pytest.raises(InputError, match="item 2"):
+        R.load_questions("numbers.json")
 
 
 def test_local_files(tmp_path):
@@ -211,6 +324,15 @@ def test_bare_documents_and_documents_without_title(server):
 def test_a_failure_is_tried_again(server):
     server.replies = [lambda r: (500, b"<html>oops"), good]
     assert len(client(server.url).search(["x"])[0]) == 3 and len(server.requests) == 2
+
+
+@pytest.mark.parametrize("document, cause", [({"contents": None}, "needs \"contents\""), ({"document": {"title": 3, "text": "x"}}, "needs \"contents\""),
+                                             ({"contents": "x", "score": None}, "score is None"), ("x", "needs"), ({"document": "x"}, "needs")])
+def test_an_unusable_passage_of_the_server_is_one_sentence(server, document, cause):
+    server.replies = [lambda r: (200, {"result": [[document]]})]
+    with pytest.raises(RetrieverError, match=cause) as caught:
+        client(server.url).search(["x"])
+    assert server.url in str(caught.value) and not re.search("AttributeError|KeyError|TypeError", str(caught.value))
 
 
 @pytest.mark.parametrize("reply", [

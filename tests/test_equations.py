@@ -310,16 +310,65 @@ def history(logp, reward):
 def test_death_spiral_names_the_phases():
     n = 40
     flat, rise = [-0.05] * n, [0.2 + 0.01 * i for i in range(n)]
-    assert E.death_spiral(history(flat[:15], rise[:15]))["since"] is None
-    assert E.death_spiral(history(flat, rise))["phase"] == 1
-    assert E.death_spiral(history([-0.5 + 0.01 * i for i in range(n)], rise))["phase"] == 0
+    spiral = lambda logp, reward: E.death_spiral(history(logp, reward))
+    assert spiral(flat[:15], rise[:15])["since"] is None and "too short" in spiral(flat[:15], rise[:15])["text"]
+    for healthy in (flat, [-0.5 + 0.01 * i for i in range(n)], [-0.1] * n):
+        assert spiral(healthy, rise)["phase"] == 0 and "healthy" in spiral(healthy, rise)["text"]
     slow = flat + [-0.05 - 0.004 * i for i in range(30)]                  # decays by 0.004 a step, the reward still rises
-    second = E.death_spiral(history(slow, [0.2 + 0.005 * i for i in range(70)]))
+    second = spiral(slow, [0.2 + 0.005 * i for i in range(70)])
     assert second["phase"] == 2 and 39 <= second["since"] <= 47 and second["spans"] == [("II", second["since"], 69)]
     fast = slow + [slow[-1] - 0.1 * i for i in range(20)]                 # then by 0.1 a step, and the reward falls
-    third = E.death_spiral(history(fast, [0.2 + 0.005 * i for i in range(70)] + [0.5 - 0.02 * i for i in range(20)]))
+    third = spiral(fast, [0.2 + 0.005 * i for i in range(70)] + [0.5 - 0.02 * i for i in range(20)])
     assert third["phase"] == 3 and 70 <= third["since"] <= 80 and [s[0] for s in third["spans"]] == ["II", "III"]
     dip = flat + [-0.3] * 5 + flat                                        # a dip that heals is no spiral
-    assert E.death_spiral(history(dip, [0.5] * len(dip)))["phase"] == 0
+    assert spiral(dip, [0.5] * len(dip))["phase"] == 0 and "recovered" in spiral(dip, [0.5] * len(dip))["text"]
+    deep = flat + [-0.3] * 20 + flat                                      # nor is one of 20 steps, in both
+    assert "recovered" in spiral(deep, [0.8] * n + [0.3] * 20 + [0.8] * n)["text"]
     dead = fast + [None] * 30                                             # no right response left
-    assert E.death_spiral(history(dead, [0.5] * 90 + [0.0] * 30))["phase"] == 3
+    assert spiral(dead, [0.5] * 90 + [0.0] * 30)["phase"] == 3
+
+
+def test_death_spiral_is_about_the_likelihood():
+    alone = E.death_spiral(history([-0.1] * 60, [0.8] * 30 + [0.05] * 30))
+    assert alone["phase"] == 0 and "collapsed from 0.800 to 0.050" in alone["text"] and "has not fallen" in alone["text"]
+    none = E.death_spiral(history([None] * 60, [0.0] * 60))
+    assert none["phase"] == 0 and "no right response" in none["text"]
+    late = E.death_spiral(history([None] * 20 + [-0.1] * 40, [0.0] * 20 + [0.5] * 40))    # the first one comes late
+    assert "healthy" in late["text"]
+
+
+# ------------------------------------------------------------------------------------------------------------ temperature
+
+def test_temperature_enters_log_probabilities_and_entropy():
+    class Fixed(torch.nn.Module):                                         # a "model" whose logits are given
+        def __init__(self, logits):
+            super().__init__()
+            self.logits = torch.tensor(logits)
+
+        def base_model(self, input_ids, use_cache):
+            return type("Output", (), {"last_hidden_state": self.logits.expand(*input_ids.shape, -1)})
+
+        def get_output_embeddings(self):
+            return torch.nn.Identity()
+
+    for logits, T, expected in (([2.0, 0, 0], 0.5, -0.03598), ([1.0, -1], 2.0, -0.12693 - 0.18633), ([2.0, 0, 0], 1.0, -0.23954)):
+        logps, entropy = L.token_logps(Fixed(logits), torch.zeros(1, 2, dtype=torch.long), torch.ones(1, 1, dtype=torch.long), T, True)
+        p = (torch.tensor(logits) / T).softmax(-1)
+        assert abs(logps.item() - expected) < 1e-5 and abs(entropy.item() + (p * p.log()).sum().item()) < 1e-6
+
+
+# ------------------------------------------------------------------------------------------- rows and terms that must not count
+
+def test_a_response_without_tokens_adds_nothing_to_gspo():
+    logps, old = torch.tensor([[-1.0, -1], [-1, -1]], requires_grad=True), torch.tensor([[-1.2, -1.2], [-9, -9]])
+    ids, A = torch.tensor([[1, 1], [0, 0]]), torch.tensor([1.0, 1.0])
+    assert math.isclose(L.gspo_loss(logps, old, A, ids).item(), -min(math.exp(0.2), 1.2) / 2, rel_tol=1e-6)      # not -(1.2 + 1) / 2
+    assert L.gspo_loss(logps, old, A * 0 + torch.tensor([0.0, 1]), ids).item() == 0
+
+
+def test_old_and_reference_log_probabilities_carry_no_gradient():
+    new, old = torch.full((2, 2), -1.0, requires_grad=True), torch.full((2, 2), -0.9, requires_grad=True)
+    ids, A = torch.ones(2, 2, dtype=torch.long), torch.tensor([1.0, -1.0])
+    for loss in (L.grpo_loss(new, old, A, ids, 2), L.gspo_loss(new, old, A, ids), L.llds_loss(new, old, A, ids), L.kl_penalty(new, old, ids),
+                 L.log_ratio(new, old, ids > 0).sum(), L.token_displacement(new, old).sum()):
+        assert torch.autograd.grad(loss, old, allow_unused=True, retain_graph=True)[0] is None and torch.autograd.grad(loss, new)[0].any()

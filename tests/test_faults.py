@@ -2,6 +2,7 @@
 import json
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import eval as E
 import llds_grpo as L
 from worlds import bpe_tokenizer, tiny_model
 
@@ -129,6 +131,67 @@ def test_poisoned_weights_are_refused(checkpoint, capsys, monkeypatch, tmp_path)
     torch.nn.init.constant_(model.model.norm.weight, float("nan"))
     model.save_pretrained(checkpoint)
     assert "not finite" in refused(checkpoint, capsys, "--max-total-tokens", "600", "--questions-per-step", "4")
+
+
+def one_sentence(main, arguments, capsys):
+    assert main(arguments) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("error: ") and "\n" not in error and "Traceback" not in error
+    return error
+
+
+def test_a_model_that_is_nowhere_is_refused_at_once(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    start = time.perf_counter()
+    for main in (E.main, lambda arguments: L.main(["--model", *arguments])):
+        for name in ("RUM", "Qwen2.5-0.5B", "runs/x/checkpoint-3", "not a name"):
+            error = one_sentence(main, [name], capsys)
+            assert "cannot load" in error and "no folder, and the hub says" in error and name in error
+    assert time.perf_counter() - start < 60                                   # not the library's minutes of retries
+
+
+def test_the_option_that_was_typed_is_named(capsys, tmp_path):
+    for main, arguments, named in ((E.main, [L.TINY.model, "--corpus", L.TINY.corpus, "--test-data", "nothere.jsonl"], "--test-data nothere.jsonl"),
+                                   (E.main, [L.TINY.model, "--corpus", "nothere.jsonl", "--test-data", L.TINY.test_data], "--corpus nothere.jsonl"),
+                                   (L.main, ["--out", str(tmp_path / "a"), "--data", "nothere.parquet"], "--data nothere.parquet"),
+                                   (L.main, ["--out", str(tmp_path / "a"), "--corpus", str(tmp_path)], f"--corpus {tmp_path}: this is a folder")):
+        assert named in one_sentence(main, arguments, capsys)
+
+
+def test_a_model_with_too_few_positions_is_refused(capsys, tmp_path):
+    error = one_sentence(L.main, ["--out", str(tmp_path / "a"), "--max-total-tokens", "5000"], capsys)
+    assert "--max-total-tokens 5000" in error and "512 positions" in error
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_damaged_newest_checkpoint_names_the_one_before(tmp_path, capsys):
+    out = tmp_path / "run"
+    assert L.main(["--out", str(out), *SMALL, "--steps", "2"]) == 0
+    capsys.readouterr()
+    newest, metrics = out / "checkpoint-2", (out / "metrics.jsonl").read_text()
+    for name in ("trainer.pt", "model.safetensors"):
+        whole = (newest / name).read_bytes()
+        for content in (whole[:len(whole) // 2], b"", None):
+            (newest / name).write_bytes(content) if content is not None else (newest / name).unlink()
+            error = one_sentence(L.main, ["--resume", str(out), "--steps", "3"], capsys)
+            assert str(newest) in error and "remove" in error and "continue from checkpoint-1" in error
+            assert (out / "metrics.jsonl").read_text() == metrics and json.loads((out / "config.json").read_text())["steps"] == 2
+        (newest / name).write_bytes(whole)
+    shutil.rmtree(newest)                                                     # as the message says
+    assert L.main(["--resume", str(out), "--steps", "2"]) == 0 and len(L.read_metrics(out)) == 2
+
+
+def test_settings_that_are_none_are_one_sentence(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text("")
+    for text in ("{", "[]", '{"colour": 1}', ""):
+        (tmp_path / "config.json").write_text(text)
+        for main, arguments in ((L.main, ["--resume", str(tmp_path)]), (E.main, [str(tmp_path)])):
+            assert "config.json does not hold" in one_sentence(main, arguments, capsys)
+
+
+def test_activation_checkpointing_warns_of_nothing(tmp_path, recwarn):
+    assert L.main(["--out", str(tmp_path / "a"), *SMALL, "--steps", "1", "--gradient-checkpointing"]) == 0
+    assert not [w for w in recwarn if issubclass(w.category, FutureWarning)]
 
 
 @pytest.mark.parametrize("options", [["--bogus", "1"], ["--steps", "many"], ["--gradient-checkpointing", "maybe"], ["--lr", "-1"], ["--lr", "nan"], ["--step", "3"],

@@ -128,7 +128,7 @@ def test_gradient_checkpointing_changes_no_value():
         cfg = config(group_size=4, questions_per_step=2, updates_per_rollout=1, llds_lambda=0.0)
         model = tiny_model(50, seed=6)
         if enabled:
-            model.gradient_checkpointing_enable()
+            model.activation_checkpointing_enable()
             model.train()
         batch, = with_old(model, tiny_model(50, seed=7), rollout_batch(cfg))
         assert L.update(model, torch.optim.SGD(model.parameters(), lr=0.1), batch, cfg, 1.0)["ratio_max"] == 1.0
@@ -270,6 +270,19 @@ def test_gradient_checkpointing_leaves_the_rollout_alone(tmp_path):
     runs = [timeless(run(tmp_path, name, "--steps", "3", *options)[0]) for name, options in (("a", []), ("b", ["--gradient-checkpointing"]))]
     for a, b in zip(*runs):
         assert all(a[k] == b[k] for k in ("reward", "action_tokens", "searches", "match_ratio")) and math.isclose(a["logp_wrong"], b["logp_wrong"], rel_tol=1e-4)
+
+
+def test_temperature_enters_old_new_and_reference_log_probabilities_alike(tmp_path):
+    row, = timeless(run(tmp_path, "hot", "--steps", "1", "--temperature", "2", "--updates-per-rollout", "1", "--llds-lambda", "0")[0])
+    assert row["ratio_max"] == 1 and row["kl"] == 0
+    model, reference = tiny_model(50, seed=4), tiny_model(50, seed=5)
+    cfg = config(group_size=4, questions_per_step=4, updates_per_rollout=2, temperature=0.5)
+    batches = rollout_batch(cfg)
+    for batch in batches:
+        batch["old_logps"], batch["entropy"] = L.minibatch_logps(model, batch, 0.5, True)
+        batch["ref_logps"], _ = L.minibatch_logps(reference, batch, 0.5)
+    assert L.update(model, torch.optim.SGD(model.parameters(), lr=0.1), batches[0], cfg, 1.0)["ratio_max"] == 1.0
+    assert not torch.equal(batches[0]["old_logps"], L.minibatch_logps(tiny_model(50, seed=4), batches[0])[0])
 
 
 def test_other_objectives_run(tmp_path):
