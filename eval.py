@@ -12,13 +12,12 @@ import sys
 from pathlib import Path
 
 import torch
-import transformers
 from tqdm import tqdm
 
 from llds_grpo import Config, grpo_loss, make_minibatches, minibatch_logps, rollout, token_logps
-from retriever import (BM25Retriever, InputError, Parser, RetrieverError, checkpoints, load_hotpotqa,
-                       load_policy, load_questions, load_retriever, load_task, load_tokenizer, mean,
-                       read_config, read_metrics, resolve, split_names)
+from retriever import (BM25Retriever, InputError, Parser, checkpoints, exit_code, load_hotpotqa, load_policy,
+                       load_questions, load_retriever, load_task, load_tokenizer, mean, read_config,
+                       read_metrics, resolve, split_names)
 
 GENERAL = ["nq", "triviaqa", "popqa"]                                        # Table 1: general QA
 MULTI_HOP = ["hotpotqa", "2wikimultihopqa", "musique", "bamboogle"]          # Table 1: multi-hop QA
@@ -350,15 +349,10 @@ def main(argv=None) -> int:
     add("--max-turns", type=int, default=3, help="tool turns before the last action: 3 make a budget of 4")
     add("--rollout-batch", type=int, default=0, help="rows sampled at a time")
     add("--device", default="", choices=["auto", "cpu", "cuda"])
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    try:
+    def program():
         args = parser.parse_args(argv)
         (run_plot if args.plot else run_probe if args.probe else run_eval)(args)
-    except (InputError, RetrieverError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_code(program)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ import re
 import sys
 import time
 from bisect import bisect_right
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -59,9 +59,9 @@ import transformers
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-from retriever import (InputError, RetrieverError, autocast, check, checkpoints, encode_feedback,
-                       encode_prompt, exact_match, load_policy, load_task, load_tokenizer, mean, open_run,
-                       parse_args, questions_of_step, read_metrics, resolve, run_folder, save_checkpoint)
+from retriever import (InputError, autocast, check, checkpoints, encode_feedback, encode_prompt, exact_match,
+                       exit_code, load_policy, load_task, load_tokenizer, mean, open_run, parse_args,
+                       questions_of_step, resolve, run_folder, save_checkpoint, summary)
 
 # ===================================================================================================== config
 PROMPT = """Answer the question at the end. Reason between <think> and </think> before every step, also \
@@ -385,9 +385,8 @@ def action_displacement(logps, old_logps, action_ids):
     logps, old_logps, action_ids (B, T) -> (B, K), 0 for an action that a row has not. LLD: Delta_t <= eps.
     The whole response (Eq. 2) is the sum over the last axis.
     """
-    change = torch.where(action_ids > 0, logps - old_logps, torch.zeros_like(logps))                  # (B, T)
-    sums = change.new_zeros(len(change), int(action_ids.max()) + 1)                 # (B, K + 1), 0: feedback
-    return sums.scatter_add(1, action_ids, change)[:, 1:]                           # (B, K)
+    sums = logps.new_zeros(len(logps), int(action_ids.max()) + 1)                   # (B, K + 1), 0: feedback
+    return sums.scatter_add(1, action_ids, logps - old_logps)[:, 1:]                # (B, K)
 
 
 def action_ids_from_mask(mask):
@@ -550,7 +549,17 @@ def rollout_metrics(rows: list[Trajectory], minibatches: list[dict], cfg) -> dic
             "truncated": mean([float(row.truncated) for row in rows])}
 
 
-def train_step(step, policy, reference, tokenizer, optimizer, generator, questions, retriever, cfg) -> dict:
+def probe_logp(policy, probe: list[tuple], cfg) -> float | None:
+    """Fig. 2 without survivors' bias: ln pi per token of fixed right responses, (ids, action_ids) each."""
+    if not probe:
+        return None
+    rows = [Trajectory({}, ids, action_ids, [False] * len(ids)) for ids, action_ids in probe]
+    batch, = make_minibatches(rows, replace(cfg, group_size=1, updates_per_rollout=1), policy.device)
+    logps, _ = minibatch_logps(policy, batch, cfg.temperature)                      # (B, T)
+    return logps.sum().item() / int((batch["action_ids"] > 0).sum())
+
+
+def train_step(step, policy, reference, tokenizer, optimizer, generator, probe, questions, retriever, cfg):
     """One rollout and its updates: sample, score, mask, ln pi_old, Eq. 6. Returns a row of metrics.jsonl."""
     # 1. Sample G responses to each of P questions (Sec. 3); their rewards r_i come with them.
     asked = [q for q in questions_of_step(questions, step, cfg) for _ in range(cfg.group_size)]       # B
@@ -568,7 +577,8 @@ def train_step(step, policy, reference, tokenizer, optimizer, generator, questio
         if reference is not None:
             batch["ref_logps"], _ = minibatch_logps(reference, batch, cfg.temperature)                # (B, T)
     clock.append(time.perf_counter())
-    metrics = rollout_metrics(rows, minibatches, cfg)
+    probe += [(row.ids, row.action_ids) for row in rows if row.reward > 0][:32] if step == 0 else []
+    metrics = {**rollout_metrics(rows, minibatches, cfg), "logp_probe": probe_logp(policy, probe, cfg)}
     # 4. Updates: pi_theta leaves pi_old, and LLDS acts from the second one on.
     lr = cfg.lr * min(1.0, (step + 1) / max(cfg.warmup_steps, 1))
     for group in optimizer.param_groups:
@@ -603,46 +613,34 @@ def train(cfg: Config, resume: Path | None = None) -> Path:
     optimizer = torch.optim.AdamW(policy.parameters(), lr=cfg.lr, weight_decay=cfg.weight_decay,
                                   fused=device.type == "cuda")
     generator = torch.Generator(device).manual_seed(cfg.seed)
-    first = open_run(out, start, cfg, optimizer, generator)
+    probe = []                                                  # right responses of the initial policy
+    first = open_run(out, start, cfg, optimizer, generator, probe)
     bar = tqdm(range(first, cfg.steps), initial=first, total=cfg.steps, desc=out.name)
     try:
         for step in bar:
-            row = train_step(step, policy, reference, tokenizer, optimizer, generator, questions, retriever,
-                             cfg)
+            row = train_step(step, policy, reference, tokenizer, optimizer, generator, probe, questions,
+                             retriever, cfg)
             with open(out / "metrics.jsonl", "a", encoding="utf-8") as log:
                 log.write(json.dumps(row) + "\n")
             shown = {key: row[key] for key in ("reward", "logp_right", "entropy", "grad_norm", "skipped")}
             bar.set_postfix({key: "-" if value is None else f"{value:.3g}" for key, value in shown.items()})
             if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps:
-                save_checkpoint(out, step + 1, policy, tokenizer, optimizer, generator)
-    except BaseException:                                       # Ctrl-C, a dead retrieval server, a full disk
+                save_checkpoint(out, step + 1, policy, tokenizer, optimizer, generator, probe)
+    except BaseException as error:                              # Ctrl-C, a dead retrieval server, a full disk
         bar.close()
         print(f"stopped at step {bar.n}; continue with: python {Path(sys.argv[0]).name} --resume {out}",
               file=sys.stderr)
+        if isinstance(error, torch.OutOfMemoryError):
+            raise InputError(f"too little memory; lower --microbatch-tokens (now {cfg.microbatch_tokens}) or "
+                             f"--rollout-batch (now {cfg.rollout_batch}), or give --gradient-checkpointing")
         raise
-    rewards = [row["reward"] for row in read_metrics(out)]
-    print(f"reward {mean(rewards[:10]):.3f} at first, {mean(rewards[-10:]):.3f} at last (ten steps)\n"
-          f"files: {out}/metrics.jsonl, config.json, {checkpoints(out)[-1].name}\nnext: python eval.py {out}")
+    print(summary(out))
     return out
 
 
 def main(argv=None) -> int:
-    """The command line. 0, or 2 for bad input, 130 for Ctrl-C."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    try:
-        cfg, resume = parse_args(sys.argv[1:] if argv is None else argv, Config(), TINY)
-        train(cfg, resume)
-    except torch.OutOfMemoryError:
-        print(f"error: too little GPU memory; lower --microbatch-tokens (now {cfg.microbatch_tokens}) or "
-              f"--rollout-batch (now {cfg.rollout_batch}), or give --gradient-checkpointing", file=sys.stderr)
-        return 2
-    except (InputError, RetrieverError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    """The command line: 0, or 2 for bad input, 130 for Ctrl-C."""
+    return exit_code(lambda: train(*parse_args(sys.argv[1:] if argv is None else argv, Config(), TINY)))
 
 
 if __name__ == "__main__":

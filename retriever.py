@@ -19,6 +19,7 @@ import os
 import re
 import shutil
 import string
+import sys
 import time
 import unicodedata
 import urllib.request
@@ -28,6 +29,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import transformers
 from rank_bm25 import BM25Okapi
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser, PreTrainedTokenizerFast
@@ -524,7 +526,7 @@ def load_policy(model: str, device, trainable=True, tokens: int = 0):
         raise cannot_load("model", model, first)
     positions = getattr(config, "max_position_embeddings", None) or math.inf
     if tokens > positions:
-        raise InputError(f"--max-total-tokens {tokens} exceeds the {positions} positions of {model}; lower it")
+        raise InputError(f"--max-total-tokens {tokens} exceeds {positions}, the positions of {model}")
     return policy.to(device).requires_grad_(trainable)
 
 
@@ -628,14 +630,15 @@ def checkpoints(run: Path) -> list[Path]:
     return sorted(Path(run).glob("checkpoint-*"), key=lambda folder: int(folder.name.split("-")[1]))
 
 
-def open_run(out: Path, start: Path | None, cfg, optimizer, generator) -> int:
-    """Make or reopen the files of a run; restore optimiser and RNG from `start`. Returns the first step."""
+def open_run(out: Path, start: Path | None, cfg, optimizer, generator, probe: list) -> int:
+    """Make or reopen the files of a run; restore the state from `start`. Returns the first step."""
     first = 0
     if start:
         try:
             state = torch.load(start / "trainer.pt", weights_only=True, map_location="cpu")
             optimizer.load_state_dict(state["optimizer"])
             generator.set_state(state["generator"])
+            probe += state["probe"]
             first = state["step"]
         except Exception as error:                  # whatever torch raises, the checkpoint is the cause
             raise cannot_load("optimiser of", str(start), error) from None
@@ -648,14 +651,15 @@ def open_run(out: Path, start: Path | None, cfg, optimizer, generator) -> int:
     return first
 
 
-def save_checkpoint(out: Path, step: int, policy, tokenizer, optimizer, generator) -> None:
+def save_checkpoint(out: Path, step: int, policy, tokenizer, optimizer, generator, probe: list) -> None:
     """out/checkpoint-STEP: the policy in the Hugging Face layout, and trainer.pt (optimiser, step, RNG).
 
     Written under a temporary name and renamed, so that a checkpoint is whole or absent. trainer.pt, twice the
     size of the weights, is kept in the two newest only.
     """
     folder, temporary = out / f"checkpoint-{step}", out / "checkpoint.tmp"
-    state = {"step": step, "optimizer": optimizer.state_dict(), "generator": generator.get_state()}
+    state = {"step": step, "optimizer": optimizer.state_dict(), "generator": generator.get_state(),
+             "probe": probe}
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         policy.save_pretrained(temporary)
@@ -674,6 +678,28 @@ def read_metrics(run: Path) -> list[dict]:
     """The rows of a run's metrics.jsonl; a last line torn by a crash is left out."""
     text = (Path(run) / "metrics.jsonl").read_text(encoding="utf-8")
     return [json.loads(line) for line in text.split("\n")[:-1] if line]
+
+
+def summary(run: Path) -> str:
+    """The end of a run in three lines."""
+    rewards = [row["reward"] for row in read_metrics(run)]
+    return (f"reward {mean(rewards[:10]):.3f} in the first ten steps, {mean(rewards[-10:]):.3f} in the last\n"
+            f"files: {run}/metrics.jsonl, config.json, {checkpoints(run)[-1].name}\n"
+            f"next: python eval.py {run}")
+
+
+def exit_code(program) -> int:
+    """Run a program: 0, 130 after Ctrl-C, or 2 after bad input, which is one sentence on stderr."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        program()
+    except (InputError, RetrieverError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
 
 
 def mean(values) -> float | None:

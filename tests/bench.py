@@ -222,7 +222,7 @@ def bench_scale(args):
         retriever, rows = Timed(retriever), []
         for step in range(6):
             retriever.spent = 0.0
-            rows.append({**L.train_step(step, policy, reference, tokenizer, optimizer, generator, questions, retriever, cfg), "search": retriever.spent})
+            rows.append({**L.train_step(step, policy, reference, tokenizer, optimizer, generator, [], questions, retriever, cfg), "search": retriever.spent})
         rollout, logps, spent, search = (statistics.median(r[k] for r in rows[1:]) for k in ("seconds_rollout", "seconds_logps", "seconds_update", "search"))
         whole = rollout + logps + spent
         base = base or whole

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
+import retriever as R  # noqa: E402
 import llds_grpo as L                                                                                       # noqa: E402
 from test_faults import PROGRAM, SMALL, kill_and_resume, timeless                                           # noqa: E402
 
@@ -29,7 +30,7 @@ def memory(folder):
     out = folder / "run"
     process = subprocess.Popen([sys.executable, PROGRAM, "--out", str(out), "--steps", "1000"], stderr=subprocess.DEVNULL)
     for step in (20, 200, 1000):
-        while process.poll() is None and not ((out / "metrics.jsonl").exists() and len(L.read_metrics(out)) >= step - 1):
+        while process.poll() is None and not ((out / "metrics.jsonl").exists() and len(R.read_metrics(out)) >= step - 1):
             time.sleep(0.2)
         status = Path(f"/proc/{process.pid}/status").read_text()
         print(f"step {step}: {int(status.split('VmRSS:')[1].split()[0]) / 1024:.0f} MiB resident", flush=True)

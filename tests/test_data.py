@@ -363,7 +363,7 @@ def test_training_with_a_server_that_dies_keeps_the_last_checkpoint(server, tmp_
     monkeypatch.setattr(L, "save_checkpoint", lambda *a: (save(*a), alive.clear(), alive.append(False)))
     assert L.main(options) == 2
     assert "failed 3 times" in capsys.readouterr().err
-    assert [p.name for p in L.checkpoints(tmp_path / "run")] == ["checkpoint-1"] and len(L.read_metrics(tmp_path / "run")) == 1
+    assert [p.name for p in L.checkpoints(tmp_path / "run")] == ["checkpoint-1"] and len(R.read_metrics(tmp_path / "run")) == 1
     alive[0] = True
     monkeypatch.setattr(L, "save_checkpoint", save)
-    assert L.main(["--resume", str(tmp_path / "run")]) == 0 and len(L.read_metrics(tmp_path / "run")) == 3
+    assert L.main(["--resume", str(tmp_path / "run")]) == 0 and len(R.read_metrics(tmp_path / "run")) == 3

@@ -372,3 +372,24 @@ def test_old_and_reference_log_probabilities_carry_no_gradient():
     for loss in (L.grpo_loss(new, old, A, ids, 2), L.gspo_loss(new, old, A, ids), L.llds_loss(new, old, A, ids), L.kl_penalty(new, old, ids),
                  L.log_ratio(new, old, ids > 0).sum(), L.token_displacement(new, old).sum()):
         assert torch.autograd.grad(loss, old, allow_unused=True, retain_graph=True)[0] is None and torch.autograd.grad(loss, new)[0].any()
+
+
+def test_a_gate_at_exactly_zero_is_closed():
+    old, new, ids = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.5, -0.5]]), torch.tensor([[1, 1]])            # Delta = (.5, -.5)
+    assert [L.llds_loss(new, old, torch.tensor([1.0]), ids, gate).item() for gate in ("action", "response", "token")] == [0, 0, 0.25]
+
+
+def test_a_token_far_from_the_reference_has_a_finite_gradient():
+    new = torch.tensor([[-300.0, -1.0]], requires_grad=True)
+    L.kl_penalty(new, torch.tensor([[-1.0, -300.0]]), torch.tensor([[1, 1]])).backward()
+    assert new.grad.isfinite().all()
+
+
+def test_displacement_ignores_whatever_stands_on_feedback():
+    new, old = torch.tensor([[-1.0, float("nan"), -2.0]]), torch.tensor([[-1.5, float("-inf"), -1.0]])
+    assert L.action_displacement(new, old, torch.tensor([[1, 0, 2]])).tolist() == [[0.5, -1.0]]
+
+
+def test_action_ids_from_mask():
+    mask = torch.tensor([[0, 1, 1, 0, 1, 0, 0, 1], [1, 0, 0, 0, 0, 0, 1, 1], [0] * 8])
+    assert L.action_ids_from_mask(mask).tolist() == [[0, 1, 1, 0, 2, 0, 0, 3], [1, 0, 0, 0, 0, 0, 2, 2], [0] * 8]

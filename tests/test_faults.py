@@ -14,6 +14,7 @@ import torch
 
 import eval as E
 import llds_grpo as L
+import retriever as R
 from worlds import bpe_tokenizer, tiny_model
 
 PROGRAM = str(Path(L.__file__))
@@ -30,7 +31,7 @@ def wait_for(path, process):
 
 
 def timeless(out):
-    return [{k: v for k, v in row.items() if "second" not in k} for row in L.read_metrics(out)]
+    return [{k: v for k, v in row.items() if "second" not in k} for row in R.read_metrics(out)]
 
 
 def kill_and_resume(tmp_path, kills, seed, options=()):
@@ -64,7 +65,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path):
     process.send_signal(signal.SIGINT)
     error = process.communicate(timeout=60)[1]
     assert process.returncode == 130 and f"--resume {out}" in error and "Traceback" not in error
-    assert L.main(["--resume", str(out), "--steps", str(len(L.read_metrics(out)) + 1)]) == 0
+    assert L.main(["--resume", str(out), "--steps", str(len(R.read_metrics(out)) + 1)]) == 0
 
 
 def test_a_full_disk_is_one_sentence_and_keeps_what_was_there(tmp_path):
@@ -75,7 +76,7 @@ def test_a_full_disk_is_one_sentence_and_keeps_what_was_there(tmp_path):
     error = process.communicate(timeout=120)[1]
     assert process.returncode == 2 and "cannot write" in error and "checkpoint-2" in error and "Traceback" not in error
     assert [p.name for p in L.checkpoints(out)] == ["checkpoint-1"]
-    assert L.main(["--resume", str(out), "--steps", "3"]) == 0 and len(L.read_metrics(out)) == 3
+    assert L.main(["--resume", str(out), "--steps", "3"]) == 0 and len(R.read_metrics(out)) == 3
 
 
 @pytest.mark.parametrize("out", ["/dev/null/run", "/proc/run"])
@@ -178,7 +179,7 @@ def test_a_damaged_newest_checkpoint_names_the_one_before(tmp_path, capsys):
             assert (out / "metrics.jsonl").read_text() == metrics and json.loads((out / "config.json").read_text())["steps"] == 2
         (newest / name).write_bytes(whole)
     shutil.rmtree(newest)                                                     # as the message says
-    assert L.main(["--resume", str(out), "--steps", "2"]) == 0 and len(L.read_metrics(out)) == 2
+    assert L.main(["--resume", str(out), "--steps", "2"]) == 0 and len(R.read_metrics(out)) == 2
 
 
 def test_settings_that_are_none_are_one_sentence(tmp_path, capsys):

@@ -43,11 +43,6 @@ def test_readme_names_real_things():
     assert len(named) == 11 and all(callable(getattr(L, name, None) or getattr(E, name)) for name in named)
 
 
-def test_action_ids_from_mask():
-    mask = torch.tensor([[0, 1, 1, 0, 1, 0, 0, 1], [1, 0, 0, 0, 0, 0, 1, 1], [0] * 8])
-    assert L.action_ids_from_mask(mask).tolist() == [[0, 1, 1, 0, 2, 0, 0, 3], [1, 0, 0, 0, 0, 0, 2, 2], [0] * 8]
-
-
 def test_trl(tmp_path, monkeypatch):
     trl = pytest.importorskip("trl")
     from datasets import Dataset

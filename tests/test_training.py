@@ -10,6 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import eval as E
 import llds_grpo as L
+import retriever as R
 from worlds import config, tiny_model
 
 
@@ -203,7 +204,7 @@ def run(tmp_path, name, *options):
 
 
 def timeless(out):
-    return [{k: v for k, v in row.items() if "second" not in k} for row in L.read_metrics(out)]
+    return [{k: v for k, v in row.items() if "second" not in k} for row in R.read_metrics(out)]
 
 
 def test_same_seed_same_run_and_resume_equals_an_uninterrupted_run(tmp_path):
@@ -221,7 +222,7 @@ def test_same_seed_same_run_and_resume_equals_an_uninterrupted_run(tmp_path):
     names = set(json.loads((whole / "metrics.jsonl").read_text().splitlines()[0]))
     assert names >= {"step", "reward", "logp_right", "logp_wrong", "logp_right_action1", "logp_right_action2", "entropy", "action_tokens", "searches",
                      "valid_actions", "match_ratio", "grad_norm", "ratio_max", "clip_fraction", "kl", "llds", "gate_open", "beta", "zero_groups",
-                     "truncated", "tokens_per_second"}
+                     "truncated", "tokens_per_second", "logp_probe"}
 
 
 def test_an_evaluation_in_between_does_not_change_the_run(tmp_path, monkeypatch):
@@ -270,6 +271,17 @@ def test_gradient_checkpointing_leaves_the_rollout_alone(tmp_path):
     runs = [timeless(run(tmp_path, name, "--steps", "3", *options)[0]) for name, options in (("a", []), ("b", ["--gradient-checkpointing"]))]
     for a, b in zip(*runs):
         assert all(a[k] == b[k] for k in ("reward", "action_tokens", "searches", "match_ratio")) and math.isclose(a["logp_wrong"], b["logp_wrong"], rel_tol=1e-4)
+
+
+def test_the_probe_is_of_the_initial_policy_and_fixed(tmp_path):
+    out, _ = run(tmp_path, "probe", "--kl-coef", "0")
+    rows = timeless(out)
+    assert math.isclose(rows[0]["logp_probe"], rows[0]["logp_right"], rel_tol=1e-5)         # all of step 0's right responses
+    policy, tokenizer = L.load_policy(str(R.checkpoints(out)[-1]), torch.device("cpu")), L.load_tokenizer(L.TINY.model)
+    state = torch.load(out / "checkpoint-2" / "trainer.pt", weights_only=True)
+    half = L.load_policy(str(out / "checkpoint-2"), torch.device("cpu"))
+    assert math.isclose(L.probe_logp(half, state["probe"], config()), rows[2]["logp_probe"], rel_tol=1e-4)
+    assert all("<answer>" in tokenizer.decode(ids) for ids, _ in state["probe"]) and L.probe_logp(policy, [], config()) is None
 
 
 def test_temperature_enters_old_new_and_reference_log_probabilities_alike(tmp_path):
