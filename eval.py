@@ -2,7 +2,7 @@
 
     python eval.py RUN                         exact match of its last checkpoint on its test questions
     python eval.py Qwen2.5-0.5B --retriever-url URL   a model from the hub on the paper's seven sets (Table 1)
-    python eval.py --plot RUN [RUN ...] -o figure.png     Figs. 2, 4 and 5 of runs, also while they go on
+    python eval.py --plot RUN [RUN ...] -o figure.png     Figs. 2, 4 and 9b of runs, also while they go on
     python eval.py --probe RUN -o probe.png    Figs. 3 and 6: one-update displacement, likelihood by rounds
 """
 import argparse
@@ -99,35 +99,40 @@ def run_eval(args):
 
 
 # ================================================================================= Def. A.3: the death spiral
+def course(history, key, least, window=10):
+    """How a metric went: its means over `window` steps, the steps where it had fallen, where it turned.
+
+    Fallen: below the best so far by half of it and by `least`. Turned: the last step within a quarter of that
+    distance from the best, None if the metric never had a value.
+    """
+    means, fallen, best = [None] * len(history), [], None
+    for i in range(window - 1, len(history)):
+        values = [row[key] for row in history[i - window + 1:i + 1] if row.get(key) is not None]
+        means[i] = sum(values) / len(values) if values else means[i - 1]                # or the last known
+        if means[i] is not None:
+            best = means[i] if best is None else max(best, means[i])
+            fallen += [i] if means[i] < best - max(least, abs(best) / 2) else []
+    near = [i for i, m in enumerate(means) if m is not None and m >= best - max(least, abs(best) / 2) / 4]
+    words = f"from {best:.3f} to {means[-1]:.3f}" if near else ""
+    return {"means": means, "fallen": fallen, "turned": max(near, default=None), "words": words}
+
+
 def death_spiral(history, window=10):
     """Def. A.3, Sec. 5.1: which phase a run is in, from its metrics (a list of dicts, one per step).
 
-    r, l: means of reward and logp_right over `window` steps. Fallen: below the best so far by half of it and
-    by 0.05 (r) or 0.02 nats (l) [ours: the paper has no thresholds]; turned: last within a quarter of that.
+    r, l: the course of reward and logp_right, by at least 0.05 and 0.02 nats [ours: no thresholds given].
     III, acceleration: both have fallen. II, steady decay: l alone. I, early stagnation, is what came before.
     0: r alone (no likelihood displacement) or neither (healthy; recovered if one had fallen before).
     Returns {"phase": 0 to 3, "since": first step or None, "spans": [(name, first, last)], "text": words}.
+    Needs course.
     """
-    steps = range(window - 1, len(history))
-
-    def course(key, least):
-        means, fallen, best = [None] * len(history), [], None
-        for i in steps:
-            values = [row[key] for row in history[i - window + 1:i + 1] if row[key] is not None]
-            means[i] = sum(values) / len(values) if values else means[i - 1]         # or the last known
-            best = means[i] if best is None else max(best, means[i])
-            fallen += [i] if best is not None and means[i] < best - max(least, abs(best) / 2) else []
-        near = [] if best is None else [i for i in steps if means[i] is not None
-                                        and means[i] >= best - max(least, abs(best) / 2) / 4]
-        words = "" if best is None else f"from {best:.3f} to {means[-1]:.3f}"
-        return {"fallen": fallen, "turned": max(near, default=None), "words": words}
-
     def verdict(phase, since, spans, text):
         return {"phase": phase, "since": since, "spans": spans, "text": text}
 
     if len(history) < 2 * window:
         return verdict(0, None, [], f"too short to judge: the phases need {2 * window} steps")
-    r, l, end = course("reward", 0.05), course("logp_right", 0.02), len(history) - 1
+    end = len(history) - 1
+    r, l = course(history, "reward", 0.05, window), course(history, "logp_right", 0.02, window)
     if l["turned"] is None:
         return verdict(0, None, [], "no right response in any step: there is no likelihood to judge")
     second, third = l["turned"], max(l["turned"], r["turned"])
@@ -192,54 +197,43 @@ def smooth(values, width=5):
     return [mean(window) if window else float("nan") for window in windows]
 
 
-def draw(axis, kinds, key, style="-", name=""):
+def draw(axis, kinds, key):
     """One line per kind: the mean over its seeds, with a band from the lowest to the highest."""
     for colour, (kind, runs) in zip(COLOURS, kinds.items()):
         curves = [smooth([row.get(key) for row in history]) for history in runs]
         steps = range(max(map(len, runs)))
         columns = [[c[i] for c in curves if i < len(c) and c[i] == c[i]] or [float("nan")] for i in steps]
-        axis.plot(steps, [mean(column) for column in columns], style, color=colour, lw=1.6, label=kind + name)
+        count = f" ({len(runs)} seed{'s' * (len(runs) > 1)})"
+        axis.plot(steps, [mean(column) for column in columns], color=colour, lw=1.8, label=kind + count)
         if len(runs) > 1:
             low, high = [*map(min, columns)], [*map(max, columns)]
-            axis.fill_between(steps, low, high, color=colour, alpha=0.15, lw=0)
+            axis.fill_between(steps, low, high, color=colour, alpha=0.18, lw=0)
+
+
+PANELS = [("reward", "Reward (Figs. 2, 7, 8)", "exact match of samples"),
+          ("logp_probe", "Likelihood of right responses (Fig. 2)", "nats per token, fixed set"),
+          ("ratio_max", "Largest importance ratio (Sec. 5.1)", "log scale"),
+          ("entropy", "Entropy (Fig. 4)", "nats per token"),
+          ("searches", "Searches (Fig. 9b)", "executed per trajectory")]
 
 
 def run_plot(args):
-    """The runs' metrics in six panels; a single run's phases are shaded."""
+    """The runs' metrics, one quantity a panel; dotted: where the likelihood of the runs that died turned."""
     kinds = load_runs(args.runs)
     plt = pyplot()
-    figure, axes = plt.subplots(2, 3, figsize=(12, 6.4), layout="constrained")
-    reward, likelihood, gradient, entropy, search, action = axes.flat
-    draw(reward, kinds, "reward")
-    reward.set(title="Reward (Figs. 2, 7, 8)", ylabel="exact match of samples", ylim=(0, None))
-    draw(likelihood, kinds, "logp_right", name=", right")
-    draw(likelihood, kinds, "logp_wrong", ":", name=", wrong")
-    likelihood.set(title="Log-likelihood: right (line), wrong (dots) (Figs. 2, 9a)", ylabel="nats per token")
-    histories = [history for runs in kinds.values() for history in runs]
-    for name, start, stop in death_spiral(histories[0])["spans"] if len(histories) == 1 else ():
-        for axis in (reward, likelihood, gradient):
-            axis.axvspan(start, stop, color={"II": "#E69F00", "III": "#D55E00"}[name], alpha=0.12, lw=0)
-    draw(gradient, kinds, "grad_norm")
-    draw(gradient, kinds, "ratio_max", ":")
-    gradient.set(title="Gradient norm, largest ratio (dots) (Fig. 2)", ylabel="log scale", yscale="log")
-    draw(entropy, kinds, "entropy")
-    entropy.set(title="Entropy (line), action length (dashes) (Fig. 4)", ylabel="nats per action token")
-    twin = entropy.twinx()
-    draw(twin, kinds, "action_tokens", "--")
-    twin.set(ylabel="tokens per action", ylim=(0, None))
-    draw(search, kinds, "searches")
-    search.set(title="Searches per trajectory (Figs. 4, 9b)", ylabel="executed searches", ylim=(0, None))
-    draw(action, kinds, "logp_right_action1")
-    draw(action, kinds, "logp_right_action2", "--")
-    action.set(title="1st action, 2nd (dashes); matches (dots) (Fig. 5)", ylabel="nats per action token")
-    twin = action.twinx()
-    draw(twin, kinds, "match_ratio", ":")
-    twin.set(ylabel="match ratio of wrong responses", ylim=(0, 1.02))
-    for axis in axes.flat:
-        axis.set_xlabel("rollout step")
-    handles, names = reward.get_legend_handles_labels()
-    counts = [f"{name} ({len(runs)} seed{'s' * (len(runs) > 1)})" for name, runs in kinds.items()]
-    figure.legend(handles, counts, loc="outside lower center", ncols=min(4, len(names)), frameon=False)
+    figure, axes = plt.subplots(2, 3, figsize=(10, 5.6), layout="constrained")
+    for axis, (key, title, unit) in zip(axes.flat, PANELS):
+        draw(axis, kinds, key)
+        scale = "log" if key == "ratio_max" else "linear"
+        axis.set(title=title, xlabel="rollout step", ylabel=unit, yscale=scale)
+    for colour, runs in zip(COLOURS, kinds.values()):
+        died = [history for history in runs if death_spiral(history)["phase"] == 3]
+        turned = [course(h, "logp_probe", 0.05)["turned"] for h in died]
+        turned = [step for step in turned if step is not None]
+        for axis in axes.flat[:2] if turned else ():
+            axis.axvline(mean(turned), color=colour, ls=":", lw=1.5)
+    axes.flat[5].axis("off")
+    axes.flat[5].legend(*axes.flat[0].get_legend_handles_labels(), loc="center", frameon=False)
     path = args.output or str(Path(args.runs[0]) / "figure.png")
     figure.savefig(path)
     print(path)
