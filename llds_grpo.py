@@ -122,7 +122,7 @@ class Config:
 TINY = Config(
     model=TINY_DIR, data=f"{TINY_DIR}/train.jsonl", test_data=f"{TINY_DIR}/test.jsonl", steps=100, lr=1e-3,
     corpus=f"{TINY_DIR}/corpus.jsonl", prompt="Question: {question}\n", warmup_steps=50, weight_decay=0.0,
-    rollout_batch=160, max_action_tokens=32, max_feedback_tokens=64, max_total_tokens=320)
+    max_action_tokens=32, max_feedback_tokens=64, max_total_tokens=320, rollout_batch=160, microbatch_tokens=16384)
 
 
 # ================================================================================ Sec. 3: actions and rollout
@@ -290,27 +290,30 @@ def record_feedback(row, passages, tokenizer, cfg) -> list[int]:
 
 
 # ================================================================================== Sec. 3: log-probabilities
-def token_logps(model, input_ids, action_ids, temperature=1.0, with_entropy=False, chunk=1024):
+def token_logps(model, input_ids, action_ids, temperature=1.0, with_entropy=False, max_logits=2**27):
     """ln pi(token) at action tokens, 0 elsewhere, and likewise the entropy in nats: two (B, T), float32.
 
     input_ids (B, T + 1), right-padded; action_ids (B, T). Padding stands right of every action token and
     attention is causal, so no attention mask is needed. Only action tokens need logits: at V = 151,936 those
-    of 4,096 tokens are 2.5 GB, so the head runs on `chunk` tokens at a time, again in the backward pass.
+    of 4,096 tokens are 2.5 GB. More than max_logits are made piece by piece, and again in the backward pass.
     """
+    head = model.get_output_embeddings()
     chosen = action_ids > 0                                                         # (B, T), N of them
     end = int(chosen.any(0).nonzero().max()) + 1 if chosen.any() else 1             # the rest is padding
 
     def score(hidden, target):                                                      # (n, H), (n,)
-        logits = model.get_output_embeddings()(hidden).float()                      # (n, V)
+        logits = head(hidden).float()                                               # (n, V)
         logps = (logits / temperature).log_softmax(-1)                              # (n, V) the sampler's pi
         entropy = -(logps.exp() * logps).sum(-1) if with_entropy else target.float() * 0       # (n,)
         return logps.gather(-1, target[:, None])[:, 0], entropy                     # (n,), (n,)
 
     with autocast(input_ids.device):
         hidden = model.base_model(input_ids=input_ids[:, :end], use_cache=False).last_hidden_state
-        pieces = zip(hidden[chosen[:, :end]].split(chunk), input_ids[:, 1:][chosen].split(chunk))
-        scores = [checkpoint(score, *piece, use_reentrant=False) if torch.is_grad_enabled() else score(*piece)
-                  for piece in pieces]
+        hidden, target = hidden[chosen[:, :end]], input_ids[:, 1:][chosen]          # (N, H), (N,)
+        size = max(1, max_logits // head.weight.shape[0])                           # tokens in a piece
+        again = torch.is_grad_enabled() and len(target) > size
+        scores = [checkpoint(score, *piece, use_reentrant=False) if again else score(*piece)
+                  for piece in zip(hidden.split(size), target.split(size))]
     return [torch.zeros(chosen.shape, device=chosen.device).masked_scatter(chosen, torch.cat(values))
             for values in zip(*scores)]                                             # (B, T), (B, T)
 
@@ -610,8 +613,7 @@ def train(cfg: Config, resume: Path | None = None) -> Path:
     if cfg.gradient_checkpointing:
         policy.activation_checkpointing_enable()
     questions, retriever = load_task(cfg)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=cfg.lr, weight_decay=cfg.weight_decay,
-                                  fused=device.type == "cuda")
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=cfg.lr, weight_decay=cfg.weight_decay, fused=True)
     generator = torch.Generator(device).manual_seed(cfg.seed)
     probe = []                                                  # right responses of the initial policy
     first = open_run(out, start, cfg, optimizer, generator, probe)

@@ -349,7 +349,9 @@ def test_temperature_enters_log_probabilities_and_entropy():
             return type("Output", (), {"last_hidden_state": self.logits.expand(*input_ids.shape, -1)})
 
         def get_output_embeddings(self):
-            return torch.nn.Identity()
+            head = torch.nn.Identity()
+            head.weight = torch.empty(3, 1)
+            return head
 
     for logits, T, expected in (([2.0, 0, 0], 0.5, -0.03598), ([1.0, -1], 2.0, -0.12693 - 0.18633), ([2.0, 0, 0], 1.0, -0.23954)):
         logps, entropy = L.token_logps(Fixed(logits), torch.zeros(1, 2, dtype=torch.long), torch.ones(1, 1, dtype=torch.long), T, True)

@@ -39,7 +39,7 @@ def with_old(model, reference, minibatches):
 def test_logps_are_log_softmax_at_action_tokens_only():
     model = tiny_model(151, seed=3)
     ids, actions = torch.randint(0, 151, (3, 20)), torch.randint(0, 3, (3, 19))
-    logps, entropy = L.token_logps(model, ids, actions, with_entropy=True, chunk=7)
+    logps, entropy = L.token_logps(model, ids, actions, with_entropy=True, max_logits=7 * 151)
     full = model(ids[:, :-1]).logits.log_softmax(-1)
     expected = full.gather(-1, ids[:, 1:, None])[..., 0] * (actions > 0)
     assert torch.allclose(logps, expected, atol=1e-5)
@@ -112,6 +112,19 @@ def test_microbatching_changes_no_value():
         for ours, theirs in zip(metrics, results[0][0]):
             for key in ("loss", "llds", "kl", "grad_norm", "ratio_max", "clip_fraction"):
                 assert math.isclose(ours[key], theirs[key], rel_tol=1e-4, abs_tol=1e-6), key
+
+
+def test_a_column_belongs_to_the_token_that_it_predicts():
+    rng, cfg = torch.Generator().manual_seed(0), config(group_size=2, questions_per_step=4, updates_per_rollout=2)
+    rows = [trajectory(rng, 14 + 3 * i, float(i in (0, 4, 5, 6, 7))) for i in range(8)]
+    batches = L.make_minibatches(rows, cfg, torch.device("cpu"))
+    for b, row in enumerate(rows):
+        batch, b = batches[b // 4], b % 4
+        n = len(row.ids)
+        assert batch["input_ids"][b, :n].tolist() == row.ids and not batch["input_ids"][b, n:].any()
+        for name in ("action_ids", "answer_mask"):
+            assert batch[name][b, :n - 1].tolist() == getattr(row, name)[1:] and not batch[name][b, n - 1:].any()
+    assert [batch["advantages"].tolist() for batch in batches] == [[1, -1, 0, 0], [0, 0, 0, 0]]      # equal rewards: no signal
 
 
 def test_microbatches_hold_little_padding():
