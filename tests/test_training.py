@@ -99,6 +99,23 @@ def test_first_minibatch_has_delta_exactly_zero_and_llds_acts_from_the_second(ob
     assert b["llds"] > 0 and 0 < b["gate_open"] <= 1 and b["ratio_max"] != 1.0 and b["kl"] > 0
 
 
+@pytest.mark.parametrize("objective", ["grpo", "gspo"])
+@pytest.mark.parametrize("gate", ["action", "response", "token"])
+def test_the_total_loss_is_eq_6_of_its_terms(objective, gate):
+    torch.manual_seed(0)
+    cfg = config(group_size=2, questions_per_step=2, objective=objective, gate=gate, llds_lambda=0.3, kl_coef=0.1, clip_eps=0.1)
+    ids = torch.tensor([[1, 1, 0, 2, 2], [1, 0, 2, 2, 0]] * 2)
+    new, old, ref = torch.randn(3, 4, 5, dtype=torch.float64)
+    A, answer = torch.tensor([1.0, -1, 0, 0], dtype=torch.float64), ids == 2
+    batch = {"old_logps": old, "ref_logps": ref, "advantages": A, "action_ids": ids, "answer_mask": answer}
+    policy = L.grpo_loss(new, old, A, ids, 2, 0.1) if objective == "grpo" else L.gspo_loss(new, old, A, ids, 0.1)
+    llds, kl = L.llds_loss(new, old, A, ids, gate, answer, 0.25), L.kl_penalty(new, ref, ids)
+    total, terms = L.total_loss(cfg, new, batch, 0.25)
+    assert math.isclose(total.item(), (policy + 0.3 * llds + 0.1 * kl).item()) and llds > 0
+    assert terms == {"loss": total.item(), "llds": llds.item(), "kl": kl.item()}
+    assert llds != L.llds_loss(new, old, A, ids, gate, answer, 1.0)
+
+
 def test_microbatching_changes_no_value():
     results = []
     for tokens in (10_000, 150, 1):
@@ -133,6 +150,7 @@ def test_microbatches_hold_little_padding():
     longest = [max(lengths[i] for i in rows) for rows in pieces]
     assert sorted(i for rows in pieces for i in rows) == list(range(200))
     assert all(len(rows) * length <= 4096 or len(rows) == 1 for rows, length in zip(pieces, longest))
+    assert L.microbatches([60, 400, 60, 60, 390], 4096) == [[1, 4], [0, 2, 3]]             # there is room, but it would be padding
     assert sum(lengths) > 0.85 * sum(len(rows) * length for rows, length in zip(pieces, longest))
 
 
@@ -160,6 +178,31 @@ def test_a_poisoned_step_leaves_the_weights_bit_identical():
     before = [p.detach().clone() for p in model.parameters()]
     metrics = L.update(model, optimizer, batch, cfg, 1.0)
     assert metrics["skipped"] == 1 and all(torch.equal(p, q) for p, q in zip(model.parameters(), before)) and not optimizer.state
+
+
+def test_a_finite_loss_with_a_gradient_that_is_not_skips_the_step(monkeypatch):
+    cfg = config(group_size=4, questions_per_step=2, updates_per_rollout=1, llds_lambda=0.0)
+    model = tiny_model(50, seed=8)
+    batch, = with_old(model, tiny_model(50, seed=8), rollout_batch(cfg))
+    monkeypatch.setattr(L, "total_loss", lambda cfg, logps, batch, beta: ((logps.sum() * 0).sqrt(), {"loss": 0.0, "llds": 0.0, "kl": 0.0}))
+    before = [p.detach().clone() for p in model.parameters()]
+    metrics = L.update(model, torch.optim.AdamW(model.parameters(), lr=0.1), batch, cfg, 1.0)
+    assert metrics["skipped"] == 1 and metrics["loss"] == 0 and all(torch.equal(p, q) for p, q in zip(model.parameters(), before))
+
+
+def test_update_metrics_by_hand():
+    cfg = config(group_size=4, questions_per_step=1, updates_per_rollout=1, llds_lambda=0.0)
+    model, rng = tiny_model(50, seed=8), torch.Generator().manual_seed(0)
+    batch, = with_old(model, model, L.make_minibatches([trajectory(rng, 20, r) for r in (1.0, 0.0, 1.0, 0.0)], cfg, torch.device("cpu")))
+    mask, shift = batch["action_ids"] > 0, torch.zeros_like(batch["old_logps"])
+    shift[0], shift[1] = math.log(1.5), math.log(0.5)              # ratios; A = 1 and -1: both are cut
+    shift[2], shift[3] = math.log(0.5), math.log(1.5)              # A = 1 and -1 the other way: neither is
+    shift[2][batch["action_ids"][2] == 1] = math.log(3)
+    batch["old_logps"] = (batch["old_logps"] - shift) * mask
+    metrics = L.update(model, torch.optim.SGD(model.parameters(), lr=0.0), batch, cfg, 1.0)
+    cut = mask[0].sum() + mask[1].sum() + (batch["action_ids"][2] == 1).sum()
+    assert math.isclose(metrics["clip_fraction"], cut / mask.sum(), rel_tol=1e-5) and math.isclose(metrics["ratio_max"], 3, rel_tol=1e-4)
+    assert metrics["gate_open"] == 0.25                            # of Y_pre's four actions the second one of row 2 lost likelihood
 
 
 def test_float32_master_weights_move_at_small_rates(tmp_path):

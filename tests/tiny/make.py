@@ -3,11 +3,13 @@
     python tests/tiny/make.py [FOLDER]
 
 The tiny world is a stand-in for Wikipedia: invented people, films and cities, passages that say who directed a film and
-where a person was born, and questions of one and two hops over them. For some people a second passage names another city.
-The search engine returns both, and which one counts is fixed per question by a hash: wrong responses are then nearly
-identical to right ones, as in the paper's case studies. The policy (Qwen2 architecture, word-level tokenizer) is
-warm-started on demonstrations over OTHER random worlds with the same names: it learns to search and to copy, but no fact.
-In most two-hop demonstrations the second search is left out and the city is a guess, so RL has something to find.
+where a person was born, and questions of one and two hops over them. Of most people three passages name three cities,
+and the search engine returns all of them; the one of the lowest rank counts, by a hidden order of the cities that is
+the same for all questions. Wrong responses are then nearly identical to right ones, as in the paper's case studies,
+and there is something to learn, slowly, that also holds for questions never asked before. The policy (Qwen2
+architecture, word-level tokenizer) is warm-started on demonstrations over OTHER random worlds with the same names: it
+learns to search and to copy, but no fact and no rank. In half of the two-hop demonstrations the second search is left
+out and the city is a guess.
 """
 import hashlib
 import json
@@ -26,8 +28,8 @@ import llds_grpo                                                                
 from retriever import INVALID, BM25Retriever                                                                         # noqa: E402
 
 PEOPLE, FILMS, CITIES = 150, 300, 40
-AMBIGUOUS = 0.2                                             # share of people for whom two passages name two cities
-SHORTCUT = 0.6                                              # share of two-hop demonstrations that guess instead of searching again
+AMBIGUOUS, RIVALS = 0.8, 3                                  # share of people with rival cities, and how many they have
+SHORTCUT = 0.5                                              # share of two-hop demonstrations that guess the city
 ONE_HOP, DIRECTOR, TWO_HOP, TEST = 450, 150, 900, 200       # 30 %, 10 %, 60 % of the questions; how many are held out
 FORMS = {"one": ["where was {} born ?", "what is the birthplace of {} ?", "in which city was {} born ?"],
          "director": ["who directed {} ?", "who is the director of {} ?", "name the director of {} ."],
@@ -55,13 +57,18 @@ def names(rng, count, taken):
     return found
 
 
+def rank(city: str) -> bytes:
+    """The hidden order of the cities: a hash of the name."""
+    return hashlib.sha256(city.encode()).digest()
+
+
 class World:
     """One assignment of directors and birthplaces to the names, with its passages and search engine."""
 
     def __init__(self, rng, people, films, cities):
         self.people, self.films, self.cities = people, films, cities
         self.director = {film: rng.choice(people) for film in films}
-        self.born = {person: rng.sample(cities, 2 if rng.random() < AMBIGUOUS else 1) for person in people}
+        self.born = {person: rng.sample(cities, RIVALS if rng.random() < AMBIGUOUS else 1) for person in people}
         texts = [(p, f"{p} was born in {city} .") for p in people for city in self.born[p]]
         texts += [(film, f"{film} was directed by {self.director[film]} .") for film in films]
         rng.shuffle(texts)
@@ -69,12 +76,12 @@ class World:
         self.retriever = BM25Retriever(self.passages)
 
     def question(self, kind, name, form):
-        """{"question", "golden_answers"}; where two cities compete, a hash of the question picks the right one."""
+        """{"question", "golden_answers"}; where cities compete, the one of the lowest rank is right."""
         text = FORMS[kind][form].format(name)
         if kind == "director":
             return {"question": text, "golden_answers": [self.director[name]]}
         cities = self.born[name if kind == "one" else self.director[name]]
-        return {"question": text, "golden_answers": [cities[hashlib.sha256(text.encode()).digest()[0] % len(cities)]]}
+        return {"question": text, "golden_answers": [min(cities, key=rank)]}
 
     def demonstration(self, rng, kind, name, tokenizer, cfg):
         """Token ids and action mask of one worked example."""
@@ -155,7 +162,7 @@ def main(folder: Path):
     write("corpus.jsonl", [{"id": p["id"], "contents": f"\"{p['title']}\"\n{p['text']}"} for p in world.passages])
     write("test.jsonl", [{"id": f"test_{i}", **q} for i, q in enumerate(questions[:TEST])])
     write("train.jsonl", [{"id": f"train_{i}", **q} for i, q in enumerate(questions[TEST:])])
-    config = Qwen2Config(vocab_size=len(tokenizer), hidden_size=128, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+    config = Qwen2Config(vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
                          num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=True,
                          bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     policy = Qwen2ForCausalLM(config)
