@@ -102,6 +102,29 @@ def test_total_limit_ends_a_trajectory():
     assert len(row.ids) <= 60 and row.truncated and row.reward == 0.0
 
 
+def test_limits_to_the_token():
+    search, answer = "<search> harbour </search>", "<answer>lighthouse</answer>"
+    row, = run([[search, answer]])
+    upto = [len([a for a in row.action_ids if a <= k]) for k in (0, 1)], len(row.ids)
+    end_of_feedback = len(row.ids) - len(encode(answer))
+    for total, turns, truncated in ((end_of_feedback - 1, 1, True), (end_of_feedback, 1, True), (end_of_feedback + 1, 2, True),
+                                    (len(row.ids) - 1, 2, True), (len(row.ids), 2, False)):
+        cut, = run([[search, answer]], max_total_tokens=total)
+        assert (len(cut.turns), cut.truncated, cut.reward) == (turns, truncated, float(not truncated)) and len(cut.ids) <= total, upto
+    for limit, truncated in ((len(encode(answer)), False), (len(encode(answer)) - 1, True)):          # an action that just fits is whole
+        cut, = run([[answer, answer, answer]], max_action_tokens=limit)
+        assert cut.truncated == truncated and cut.reward == float(not truncated)
+
+
+def test_eos_ends_an_action_and_the_first_search_is_remembered():
+    row, = run([["hm<|im_end|>", "<search> mill </search>", "<answer>a</answer>"]])
+    assert row.turns[0]["action"] == "hm<|im_end|>" and not row.truncated and row.first_docs == ("1",)
+    row, = run([["<search> mill </search>", "<search> ferry </search>", "<answer>a</answer>"]])
+    assert row.first_docs == ("1",) and row.searches == 2
+    row, = run([["<search> zzz </search>", "<search> ferry </search>", "<answer>a</answer>"]])
+    assert row.first_docs == ()
+
+
 def test_tags_that_the_policy_did_not_write_are_not_obeyed():
     # the prompt shows an answer; the corrective message shows tags; a passage holds an answer
     cfg = config(prompt="for example <answer> Beijing </answer>. Q: {question}\n", max_turns=1)
@@ -187,6 +210,14 @@ def test_sampling_uses_the_whole_distribution():
     sampler = L.Sampler(model, TOKENIZER, 3000, 1.0, torch.Generator().manual_seed(0))
     actions = sampler.sample([[5]] * 3000, [1] * 3000)
     assert len({a[0] for a in actions}) > 380
+
+
+def test_the_temperature_divides_the_logits():
+    model = tiny_model(400)
+    likeliest = L.Sampler(model, TOKENIZER, 1, 0.0, None).sample([[5]], [1])[0][0]
+    for temperature, share in ((0.001, 1.0), (1000.0, 0.0)):
+        actions = L.Sampler(model, TOKENIZER, 400, temperature, torch.Generator().manual_seed(0)).sample([[5]] * 400, [1] * 400)
+        assert abs(sum(a == [likeliest] for a in actions) / 400 - share) < 0.02
 
 
 def test_cached_rollout_agrees_with_a_fresh_forward_pass(monkeypatch):
