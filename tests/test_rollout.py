@@ -155,7 +155,7 @@ def test_hostile_text_becomes_neither_tag_nor_special_token():
 
 def test_feedback_limit_keeps_the_closing_tag_and_whole_characters():
     passages = [{"title": "Tower", "text": "word " * 20 + "\U0001f5fc" * 300}] * 3
-    for limit in range(40, 120):
+    for limit in [*range(40, 60), *range(150, 190)]:                       # cut in the words, then in the characters of many bytes
         ids = L.encode_feedback(passages, TOKENIZER, limit)
         text = TOKENIZER.decode(ids)
         assert len(ids) <= limit and text.endswith("</information>\n\n") and "\ufffd" not in text and "Doc 1 (Title: Tower)" in text
@@ -195,7 +195,7 @@ def test_fuzz_parse_masks_and_feedback():
 # ---------------------------------------------------------------------------------------------------------- exact match
 
 @pytest.mark.parametrize("answer, golds, reward", [
-    ("", ["The The"], 0), ("...", ["A"], 0), ("The The", ["The The"], 1), ("A", ["A"], 1), ("The Who", ["who"], 1), ("U.S.", ["US"], 1),
+    ("", ["The The"], 0), ("", [""], 0), ("...", ["A"], 0), ("The The", ["The The"], 1), ("A", ["A"], 1), ("The Who", ["who"], 1), ("U.S.", ["US"], 1),
     ("1,000", ["1000"], 1), ("Theatre", ["atre"], 0), ("twenty-one", ["twenty one"], 0), ("Ottawa, Canada", ["Ottawa"], 0),
     ("one", ["two", "One"], 1), (None, ["x"], 0), ("  the   Lighthouse. ", ["lighthouse"], 1), ("3.5", ["35"], 1), ("c", ["Cobalt"], 0)])
 def test_exact_match(answer, golds, reward):

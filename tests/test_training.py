@@ -193,7 +193,8 @@ def test_a_finite_loss_with_a_gradient_that_is_not_skips_the_step(monkeypatch):
 def test_update_metrics_by_hand():
     cfg = config(group_size=4, questions_per_step=1, updates_per_rollout=1, llds_lambda=0.0)
     model, rng = tiny_model(50, seed=8), torch.Generator().manual_seed(0)
-    batch, = with_old(model, model, L.make_minibatches([trajectory(rng, 20, r) for r in (1.0, 0.0, 1.0, 0.0)], cfg, torch.device("cpu")))
+    rows = [trajectory(rng, 20 + 3 * i, 1.0 - i % 2) for i in range(4)]
+    batch, = with_old(model, model, L.make_minibatches(rows, cfg, torch.device("cpu")))
     mask, shift = batch["action_ids"] > 0, torch.zeros_like(batch["old_logps"])
     shift[0], shift[1] = math.log(1.5), math.log(0.5)              # ratios; A = 1 and -1: both are cut
     shift[2], shift[3] = math.log(0.5), math.log(1.5)              # A = 1 and -1 the other way: neither is
@@ -248,6 +249,22 @@ def test_displacement_probe_by_hand():
     delta, = E.displacement_probe([group], lambda g: z.log_softmax(-1)[:, None], lambda lp, g: L.grpo_loss(lp, lp.detach(), torch.tensor([1.0, -1.0]), ids, 2),
                                   torch.optim.SGD([z], lr=1.0))
     assert math.isclose(delta, math.log(2) - math.log(1 + math.exp(-1)), rel_tol=1e-6) and z.tolist() == [0, 0]
+
+
+def test_a_step_asks_each_question_g_times_in_a_row(monkeypatch):
+    asked = []
+
+    def rollout(model, tokenizer, questions, retriever, cfg, generator):
+        asked.extend(q["id"] for q in questions)
+        rng = torch.Generator().manual_seed(len(asked))
+        return [trajectory(rng, 20, float(q["id"] == "0")) for q in questions]
+
+    monkeypatch.setattr(L, "rollout", rollout)
+    cfg = config(group_size=3, questions_per_step=4, updates_per_rollout=2, rollout_batch=5)
+    model, questions = tiny_model(50), [{"id": str(i)} for i in range(4)]
+    row = L.train_step(0, model, tiny_model(50), None, torch.optim.SGD(model.parameters(), lr=0.1), None, [], questions, None, cfg)
+    assert sorted(asked[::3]) == ["0", "1", "2", "3"] and asked == [q for q in asked[::3] for _ in range(3)]
+    assert row["zero_groups"] == 1 and row["reward"] == 0.25 and row["match_ratio"] is None
 
 
 # ---------------------------------------------------------------------------------------------------------- the program
