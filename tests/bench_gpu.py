@@ -1,10 +1,13 @@
-"""Speed and peak memory on one CUDA device at a model's real size, with random weights: nothing is downloaded. Not a test.
+"""Memory at a model's real size, from the shapes; on a CUDA device also measured, with speed. Nothing is downloaded. Not a test.
 
-    python tests/bench_gpu.py            Qwen2.5-0.5B's shape at the default settings, then at 4,096 tokens in all
-    python tests/bench_gpu.py --smoke    a tiny shape on any device, to check the script itself
+    python tests/bench_gpu.py            Qwen2.5-0.5B at the default settings and at the paper's lengths: computed, and measured on a GPU
+    python tests/bench_gpu.py --check    the formula in float32 against a measured training step of smaller models on the CPU
 """
 import argparse
 import dataclasses
+import json
+import resource
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,62 +18,111 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import llds_grpo as L                                                                                       # noqa: E402
 
-
-def trajectories(cfg, length, vocab, generator):
-    """Random responses of `length` tokens: a prompt, then actions and feedback in turn, half of the tokens each."""
-    rows = []
-    for i in range(cfg.group_size * cfg.questions_per_step):
-        ids = torch.randint(0, vocab, (length,), generator=generator).tolist()
-        turn = (length - 120) // (2 * cfg.max_turns) or 1
-        actions = [0] * 120 + [(k // turn // 2 + 1) * (k // turn % 2 == 0) for k in range(length - 120)]
-        rows.append(L.Trajectory({"question": ""}, ids, actions[:length], [False] * length, [{}] * cfg.max_turns, reward=float(i % 2)))
-    return rows
+QWEN = dict(vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2)
+SMALL = {"wide": dict(vocab_size=8000, hidden_size=512, intermediate_size=2048, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2),
+         "deep": dict(vocab_size=2000, hidden_size=256, intermediate_size=512, num_hidden_layers=16, num_attention_heads=4, num_key_value_heads=4)}
 
 
-def main(smoke):
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    shape = dict(vocab_size=600, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2) if smoke else \
-        dict(vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2)
-    config = Qwen2Config(**shape, tie_word_embeddings=True, max_position_embeddings=8192, bos_token_id=None, eos_token_id=None)
-    policy, reference = Qwen2ForCausalLM(config).to(device), Qwen2ForCausalLM(config).to(device).requires_grad_(False)
-    tokenizer = L.load_tokenizer(L.TINY.model)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=device.type == "cuda")
-    questions, retriever = L.load_task(L.TINY)
-    generator = torch.Generator(device).manual_seed(0)
-    print(f"{torch.cuda.get_device_name() if device.type == 'cuda' else 'cpu'}, {policy.num_parameters():,} parameters, torch {torch.__version__}")
-    for name, length, changes in (("default settings, 1,024 tokens", 1024, {}), ("4,096 tokens", 4096, {}), ("4,096 tokens, checkpointing", 4096, {"gradient_checkpointing": True})):
-        cfg = dataclasses.replace(L.Config(), prompt="Question: {question}\n", chat="no", questions_per_step=4 if smoke else 16, updates_per_rollout=2, **changes)
-        if smoke:
-            length, cfg.max_action_tokens, cfg.microbatch_tokens = 256, 16, 1024
-        if cfg.gradient_checkpointing:
-            policy.gradient_checkpointing_enable()
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        start = time.perf_counter()
-        asked = [q for q in questions[:cfg.questions_per_step] for _ in range(cfg.group_size)][:cfg.rollout_batch]
-        with L.autocast(device):
-            rows = L.rollout(policy.eval(), tokenizer, asked, retriever, dataclasses.replace(cfg, max_action_tokens=16 if smoke else 128), generator)
-        sampled = sum(a > 0 for t in rows for a in t.action_ids)
-        rolled = time.perf_counter()
-        peaks = [torch.cuda.max_memory_allocated() / 2 ** 30 if device.type == "cuda" else float("nan")]
-        batches = L.make_minibatches(trajectories(cfg, length, shape["vocab_size"], torch.Generator().manual_seed(0)), cfg, device)
-        for batch in batches:
-            batch["old_logps"], batch["entropy"] = L.minibatch_logps(policy, batch, with_entropy=True)
-            batch["ref_logps"], _ = L.minibatch_logps(reference, batch)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        old = time.perf_counter()
-        for batch in batches:
-            L.update(policy, optimizer, batch, cfg, 1.0)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-            peaks.append(torch.cuda.max_memory_allocated() / 2 ** 30)
-        done, tokens = time.perf_counter(), cfg.group_size * cfg.questions_per_step * length
-        print(f"{name}: rollout {sampled / (rolled - start):.0f} sampled tokens/s; log-probabilities (old and reference) {tokens / (old - rolled):.0f} tokens/s; "
-              f"update {tokens / (done - old):.0f} tokens/s; peak GiB in rollout {peaks[0]:.1f}, in all {peaks[-1]:.1f}")
+def make(shape):
+    return Qwen2ForCausalLM(Qwen2Config(**shape, tie_word_embeddings=True, max_position_embeddings=8192, bos_token_id=None, eos_token_id=None))
+
+
+def memory(shape, parameters, tokens, action_tokens, half, checkpointing=False, reference=True) -> dict:
+    """Bytes of a training step. half: bf16 autocast (GPU), else float32 (CPU).
+
+    Kept for the backward pass, per token and layer: two norms (input, normalised, output: 3 H each, float32), query and
+    attention output in two layouts (3 H), key and value (2 Hkv), gate, up, silu(gate) and their product (4 I); with bf16 the
+    inputs of the linear layers once more (2 H). The head keeps logits, their float32 copy and log-probabilities.
+    """
+    H, I, V = shape["hidden_size"], shape["intermediate_size"], shape["vocab_size"]
+    Hkv = H // shape["num_attention_heads"] * shape["num_key_value_heads"]
+    b = 2 if half else 4
+    layer = tokens * (4 * 6 * H + b * (3 * H + 2 * Hkv + 4 * I) + (2 * 2 * H if half else 0))
+    pieces = min(action_tokens, max(1, 2 ** 27 // V))                 # tokens whose logits are alive at once
+    layers = shape["num_hidden_layers"]
+    return {"weights": 4 * parameters, "gradients": 4 * parameters, "AdamW": 8 * parameters, "reference": 4 * parameters * reference,
+            "bf16 copies": 2 * parameters * half, "activations": layers * tokens * 4 * H + layer if checkpointing else layers * layer,
+            "logits": pieces * V * (2 * half + 4 * 3)}
+
+
+def batch_of(shape, rows, length):
+    ids = torch.randint(0, shape["vocab_size"], (rows, length))
+    action_ids = (torch.arange(length - 1) % 64 >= 32).long().expand(rows, -1).contiguous()          # half of the tokens
+    zeros = torch.zeros(rows, length - 1)
+    return {"input_ids": ids, "action_ids": action_ids, "answer_mask": zeros.bool(), "advantages": torch.tensor([1.0, -1.0] * (rows // 2)),
+            "old_logps": zeros, "ref_logps": zeros, "microbatches": [torch.arange(rows)]}
+
+
+def check_side(name):
+    """In a process of its own: the peak of resident memory that one training step adds to the bare model."""
+    shape, rows, length = SMALL[name], 8, 513
+    torch.set_num_threads(1)
+    model = make(shape)
+    batch = batch_of(shape, rows, length)
+    with torch.no_grad():                                             # loads what the libraries load late
+        L.token_logps(model, batch["input_ids"][:, :9], batch["action_ids"][:, :8])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    cfg = dataclasses.replace(L.Config(), group_size=rows, updates_per_rollout=1, llds_lambda=0.2)
+    L.update(model, optimizer, batch, cfg, 1.0)
+    peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    parts = memory(shape, model.num_parameters(), rows * (length - 1), int((batch["action_ids"] > 0).sum()), half=False, reference=False)
+    print(json.dumps({"measured": peak, "activations": parts["activations"], "logits": parts["logits"], "gradients": parts["gradients"]}))
+
+
+def check():
+    worst = 0.0
+    for name in SMALL:
+        out = subprocess.run([sys.executable, __file__, "--side", name], capture_output=True, text=True, check=True).stdout
+        row = json.loads(out.splitlines()[-1])
+        computed = row["activations"] + row["logits"]                 # the peak is at the end of the forward pass
+        worst = max(worst, abs(computed / row["measured"] - 1))
+        print(f"{name}: computed {computed / 2 ** 20:.0f} MiB, measured {row['measured'] / 2 ** 20:.0f} MiB, ratio {computed / row['measured']:.2f}")
+    return worst < 0.15
+
+
+def main():
+    policy_parameters = 494_032_768
+    device = torch.device("cuda") if torch.cuda.is_available() else None
+    for name, length, changes in (("default settings, 1,024 tokens a row", 1024, {}), ("4,096 tokens a row", 4096, {}),
+                                  ("4,096 tokens a row, checkpointing", 4096, {"gradient_checkpointing": True})):
+        cfg = dataclasses.replace(L.Config(), questions_per_step=16, updates_per_rollout=2, **changes)
+        tokens = max(cfg.microbatch_tokens, length)
+        parts = memory(QWEN, policy_parameters, tokens, tokens // 2, half=True, checkpointing=cfg.gradient_checkpointing)
+        print(f"{name}: computed {sum(parts.values()) / 2 ** 30:.1f} GiB: " + ", ".join(f"{k} {v / 2 ** 30:.1f}" for k, v in parts.items()))
+        cache = cfg.rollout_batch * length * 2 * 24 * 2 * 128 / 2 ** 30
+        print(f"    key-value cache of {cfg.rollout_batch} rows in the rollout: {cache:.1f} GiB")
+        if device:
+            measure(name, cfg, length, device)
+
+
+def measure(name, cfg, length, device):
+    """Log-probabilities and updates of random rows on the GPU: tokens a second and the peak."""
+    policy, reference = make(QWEN).to(device), make(QWEN).to(device).requires_grad_(False)
+    if cfg.gradient_checkpointing:
+        policy.activation_checkpointing_enable()
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=True)
+    torch.cuda.reset_peak_memory_stats()
+    batch = {k: v.to(device) if torch.is_tensor(v) else v for k, v in batch_of(QWEN, cfg.group_size * 16, length + 1).items()}
+    batch["microbatches"] = [torch.tensor(rows, device=device) for rows in L.microbatches([length] * len(batch["input_ids"]), cfg.microbatch_tokens)]
+    start = time.perf_counter()
+    batch["old_logps"], _ = L.minibatch_logps(policy, batch, with_entropy=True)
+    batch["ref_logps"], _ = L.minibatch_logps(reference, batch)
+    torch.cuda.synchronize()
+    middle = time.perf_counter()
+    L.update(policy, optimizer, batch, cfg, 1.0)
+    torch.cuda.synchronize()
+    done, tokens = time.perf_counter(), batch["input_ids"].numel()
+    print(f"    measured: peak {torch.cuda.max_memory_allocated() / 2 ** 30:.1f} GiB, log-probabilities (old and reference) {tokens / (middle - start):.0f} "
+          f"tokens/s, update {tokens / (done - middle):.0f} tokens/s")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true")
-    main(parser.parse_args().smoke)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--side", default="", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.side:
+        check_side(args.side)
+    else:
+        sys.exit(not check() if args.check else main())
