@@ -62,7 +62,7 @@ def ours(shape, rows, length, turns):
 
 
 def theirs(shape, rows, length, turns, folder):
-    """A generator that makes one rollout and its updates each time it is advanced."""
+    """A trainer whose train() makes one rollout and its updates."""
     def rollout_func(prompts, trainer):
         prompt, completion, mask = [[7] * PROMPT] * len(prompts), [[] for _ in prompts], [[] for _ in prompts]
         for turn in range(turns):
@@ -76,22 +76,14 @@ def theirs(shape, rows, length, turns, folder):
                 m += [1] * len(ids) + [0] * len(feedback)
         return {"prompt_ids": prompt, "completion_ids": completion, "logprobs": None, "env_mask": mask}
 
-    class Stepwise(trl.GRPOTrainer):
-        def training_step(self, *arguments, **named):
-            self.done = getattr(self, "done", 0) + 1
-            loss = super().training_step(*arguments, **named)
-            if self.done % UPDATES == 0:
-                times.append(time.perf_counter())
-            return loss
-
-    times = []
     args = trl.GRPOConfig(output_dir=folder, per_device_train_batch_size=rows // UPDATES, steps_per_generation=UPDATES, num_generations=GROUP, beta=0.001,
                           max_completion_length=1000 if turns > 1 else length, learning_rate=1e-6, report_to=[], use_cpu=True, bf16=False, save_strategy="no",
                           logging_strategy="no", disable_tqdm=True, gradient_checkpointing=False, generation_kwargs={"min_new_tokens": length}, max_steps=UPDATES)
     reward = lambda completions, **_: [float(i % 2) for i in range(len(completions))]
-    trainer = Stepwise(model=make_model(shape), args=args, processing_class=bpe_tokenizer(), reward_funcs=reward,
-                       train_dataset=Dataset.from_list([{"prompt": "who wrote the harbour"}] * 4096), **({"rollout_func": rollout_func} if turns > 1 else {}))
-    return trainer
+    make_model(shape).save_pretrained(folder)                         # TRL loads its reference model from there
+    return trl.GRPOTrainer(model=folder, args=args, processing_class=bpe_tokenizer(), reward_funcs=reward,
+                           train_dataset=Dataset.from_list([{"prompt": "who wrote the harbour"}] * 4096),
+                           **({"rollout_func": rollout_func} if turns > 1 else {}))
 
 
 def main(pairs):
