@@ -121,9 +121,9 @@ class Config:
 # The second set of values: the stand-in world of tests/tiny, whose collapse takes minutes on a laptop.
 TINY = Config(
     model=TINY_DIR, data=f"{TINY_DIR}/train.jsonl", test_data=f"{TINY_DIR}/test.jsonl", weight_decay=0.0,
-    corpus=f"{TINY_DIR}/corpus.jsonl", prompt="Question: {question}\n", steps=100, lr=4e-4, warmup_steps=50,
-    updates_per_rollout=16, max_action_tokens=32, max_feedback_tokens=64, max_total_tokens=320,
-    rollout_batch=160, microbatch_tokens=16384)
+    corpus=f"{TINY_DIR}/corpus.jsonl", prompt="Question: {question}\n", steps=120, lr=7e-4, warmup_steps=50,
+    max_action_tokens=32, max_feedback_tokens=64, max_total_tokens=320, rollout_batch=160,
+    microbatch_tokens=16384)
 
 
 # ================================================================================ Sec. 3: actions and rollout
