@@ -526,7 +526,7 @@ def load_policy(model: str, device, trainable=True, tokens: int = 0):
         raise cannot_load("model", model, first)
     positions = getattr(config, "max_position_embeddings", None) or math.inf
     if tokens > positions:
-        raise InputError(f"--max-total-tokens {tokens} exceeds {positions}, the positions of {model}")
+        raise InputError(f"--max-total-tokens {tokens} exceeds the {positions} positions of {model}: lower it")
     return policy.to(device).requires_grad_(trainable)
 
 
