@@ -200,8 +200,10 @@ class Timed:
 def padding(trajectories, cfg):
     """Share of the tokens computed in the training pass that are padding."""
     batches = L.make_minibatches(trajectories, cfg, torch.device("cpu"))
-    computed = sum(len(rows) * length for batch in batches for rows, length in batch["microbatches"])
-    return 1 - sum(len(t.ids) for t in trajectories) / computed
+    last = lambda action_ids: int((action_ids > 0).any(0).nonzero().max()) + 1        # token_logps cuts off the rest
+    needed = sum(last(row[None]) for batch in batches for row in batch["action_ids"])
+    computed = sum(len(rows) * last(batch["action_ids"][rows]) for batch in batches for rows in batch["microbatches"])
+    return 1 - needed / computed
 
 
 def bench_scale(args):
